@@ -19,8 +19,11 @@ from eventsql_orchestration.dagster import (
 )
 from eventsql_orchestration.dagster.monitoring.checks import IDLE_INTERVAL
 from eventsql_orchestration.dagster.monitoring.queues import QueueCheck, observe_queues
-from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.errors import DatabaseBusyError, ValidationError
 from eventsql_orchestration.queue import NewMessage, Queue
+from eventsql_orchestration.queue.lag import QueueLag, QueueLagReader
+from tests.dagster.conftest import ONE, OTHER, Workbench
 
 PICTURES = queue_asset("pictures")
 NOW = 1e9
@@ -93,6 +96,25 @@ def test_the_checks_are_red_beyond_their_limits_and_for_dead_letters(platform: E
     queue.purge()
     healed = verdicts(observed(platform, checks=checks, cursor=fourth.cursor, now=NOW + 93))
     assert {name: passed for name, (passed, _) in healed.items()} == {"lag": True, "delivered": True}
+
+
+def test_a_shard_that_takes_too_long_stops_no_observation_of_the_others(
+    shards: dict[str, Workbench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for bench in shards.values():
+        Queue(bench.platform, "pictures").send(b"1")
+    read = QueueLagReader.read
+
+    def read_or_wait(reader: QueueLagReader, connection: Connection) -> list[QueueLag]:
+        if connection.info.dbname == shards[OTHER].platform.database.url.database:
+            raise DatabaseBusyError("canceling statement due to statement timeout")
+        return read(reader, connection)
+
+    monkeypatch.setattr(QueueLagReader, "read", read_or_wait)
+    result = observed(shards[ONE].eventsql.platform, checks=build_queue_checks(PICTURES))
+    (found,) = numbers(result)
+    assert (found["Depth"], found["unreachable"]) == (1, OTHER)
+    assert verdicts(result)["lag"] == (False, "no answer from shard-2")
 
 
 def test_a_check_that_a_person_executes_alerts_as_a_check_of_the_sensor_does(platform: EventSQL, dsn: str) -> None:

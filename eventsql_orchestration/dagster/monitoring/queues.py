@@ -13,7 +13,7 @@ from eventsql_orchestration.dagster.monitoring.dead_letter_check import DELIVERE
 from eventsql_orchestration.dagster.monitoring.reports import Reports, monitoring_sensor
 from eventsql_orchestration.dagster.queues.assets import QUEUE
 from eventsql_orchestration.dagster.register import queue_missing
-from eventsql_orchestration.errors import DatabaseUnavailableError, ValidationError
+from eventsql_orchestration.errors import DatabaseBusyError, DatabaseUnavailableError, ValidationError
 from eventsql_orchestration.orchestration.limits import check_not_negative
 from eventsql_orchestration.orchestration.shards import shards_of
 from eventsql_orchestration.queue.lag import COUNTED, QueueLag, queue_lags
@@ -55,7 +55,7 @@ DEFAULT_LIMITS: Final = QueueLimits()
 
 @dataclass(frozen=True, slots=True)
 class QueueState:
-    """A queue over all shards; `lags` has an entry for each shard that could be reached and has the queue."""
+    """A queue over all shards; `lags` has an entry for each shard that answers and has the queue."""
 
     name: str
     lags: Sequence[QueueLag] = ()
@@ -106,7 +106,7 @@ def build_queue_checks(
 
     `lag` is red while too many messages wait or a message waits for too long, and `delivered` while there are too many
     dead letters. `asset` comes from `queue_asset`. A check without a limit is left out. Both are also red while a shard
-    is down, because the numbers there are unknown. In each state, up to 10,000 messages are counted. Raises
+    does not answer, because the numbers there are unknown. In each state, up to 10,000 messages are counted. Raises
     `ValidationError` for another asset.
     """
     queue = _queue_of(asset)
@@ -167,7 +167,7 @@ class _DeliveredRule:
 def _unknown(state: QueueState) -> Verdict | None:
     if state.unreachable:
         named = ", ".join(state.unreachable)
-        return Verdict(False, f"{named} cannot be reached", state.metadata(), f"{UNREACHABLE} {named}")
+        return Verdict(False, f"no answer from {named}", state.metadata(), f"{UNREACHABLE} {named}")
     if not state.lags:
         return Verdict(False, queue_missing(state.name), state.metadata(), "missing")
     return None
@@ -213,15 +213,15 @@ def _queue_of(spec: dg.AssetSpec) -> str:
 def read_queues(platform: EventSQL, names: Sequence[str]) -> dict[str, QueueState]:
     """The states of queues over all shards.
 
-    Raises `DatabaseUnavailableError` if the only database is down, `PermissionDeniedError` if this role may not read
-    queues.
+    A shard that is down, or takes too long, is left out. Raises `DatabaseUnavailableError` and `DatabaseBusyError` of
+    the only database, and `PermissionDeniedError` if this role may not read queues.
     """
     found: dict[str, list[QueueLag]] = {name: [] for name in names}
     down: list[str] = []
     for shard in shards_of(platform):
         try:
             lags = queue_lags(shard.database, required=True)
-        except DatabaseUnavailableError:
+        except (DatabaseUnavailableError, DatabaseBusyError):
             if len(platform.shards) == 1:
                 raise
             down.append(shard.label)
@@ -248,7 +248,7 @@ def observe_queues(
         state = states[name]
         if not state.lags:
             gone = ", ".join(state.unreachable)
-            said.append(f"{gone} cannot be reached" if gone else queue_missing(name))
+            said.append(f"no answer from {gone}" if gone else queue_missing(name))
             continue
         idle = not state.depth and not state.unreachable
         if not idle:
