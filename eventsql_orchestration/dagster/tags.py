@@ -60,6 +60,9 @@ BACKFILL_OF_TAG: Final = "eventsql/backfill_of"
 
 DAGSTER_PARTITION_TAG: Final = "dagster/partition"
 
+DAGSTER_ROOT_TAG: Final = "dagster/root_run_id"
+"""The tag that Dagster gives each re-execution; its value is the first run."""
+
 DAGSTER_REPOSITORY_TAG: Final = ".dagster/repository"
 """The tag that Dagster gives every run of a code location."""
 

@@ -18,6 +18,10 @@ LATER = timedelta(days=30)
 pytestmark = pytest.mark.prepared.with_args(registering(Topic("fares")))
 
 
+@dg.job
+def executed_again() -> None: ...
+
+
 def publish(instance: dg.DagsterInstance, eventsql: EventSQLResource) -> str:
     """A run whose asset publishes; gives its id."""
 
@@ -70,9 +74,14 @@ def test_the_record_of_a_run_is_kept_while_the_run_can_be_executed_again(
     instance: dg.DagsterInstance, eventsql: EventSQLResource, platform: EventSQL
 ) -> None:
     run_id = publish(instance, eventsql)
+    again = instance.create_run_for_job(
+        executed_again, parent_run_id=run_id, root_run_id=run_id, tags={"dagster/root_run_id": run_id}
+    )
     later = datetime.now(UTC) + timedelta(seconds=1)
     assert delete_publications(platform.shards[0], instance, before=later) == 0
     instance.delete_run(run_id)
+    assert delete_publications(platform.shards[0], instance, before=later) == 0, "its re-execution can be, too"
+    instance.delete_run(again.run_id)
     assert delete_publications(platform.shards[0], instance, before=later - timedelta(hours=1)) == 0, "it is young"
     assert delete_publications(platform.shards[0], instance, before=later) == 1
     assert left(platform) == []

@@ -23,6 +23,7 @@ from eventsql_orchestration.dagster.shards import OnShards
 from eventsql_orchestration.dagster.tags import (
     BACKFILL_OF_TAG,
     BACKFILL_TAG,
+    DAGSTER_ROOT_TAG,
     FINISHED,
     FORMER_HOUSEKEEPING_TAG,
     HOUSEKEEPING_INTERNAL,
@@ -194,10 +195,10 @@ def delete_claims(shard: Shard, *, before: datetime, batch: int = BATCH) -> int:
 def delete_publications(shard: Shard, instance: dg.DagsterInstance, *, before: datetime, page: int = PAGE) -> int:
     """Delete the records of assets' publications of one database from before a time; gives their number.
 
-    The record keeps a repeated publication from being published again. It stays as long as the instance has the run,
-    because the run could be executed again. It need not stay if the run committed a claim: a claim is committed once.
-    The records of Airflow's tasks stay, because Dagster does not know whether somebody may clear the task. The
-    publications of all other writers, such as streams, delete their records themselves.
+    The record keeps a repeated publication from being published again. It stays as long as the instance has the run or
+    a re-execution of it, because each of them could be executed again. It need not stay if the run committed a claim: a
+    claim is committed once. The records of Airflow's tasks stay, because Dagster does not know whether somebody may
+    clear the task. The publications of all other writers, such as streams, delete their records themselves.
     """
     queries = Queries("publications", shard.database.schema)
     deleted, after = 0, ""
@@ -214,11 +215,14 @@ def delete_publications(shard: Shard, instance: dg.DagsterInstance, *, before: d
 
 
 def _not_repeated(writers: Sequence[str], instance: dg.DagsterInstance) -> list[str]:
-    """The writers that cannot publish again: they committed a claim, or their run is deleted."""
+    """The writers that cannot publish again: they committed a claim, or their run and its re-executions are deleted."""
     read = {writer: Writer.read(writer) for writer in writers}
     runs = {name: each.run for name, each in read.items() if each.run and not each.run.startswith(AIRFLOW_OWNER)}
     wanted = sorted(set(runs.values()))
-    kept = {run.run_id for run in instance.get_runs(dg.RunsFilter(run_ids=wanted))} if wanted else set()
+    kept: set[str | None] = set()
+    if wanted:
+        kept = {run.run_id for run in instance.get_runs(dg.RunsFilter(run_ids=wanted))}
+        kept |= {run.root_run_id for run in instance.get_runs(dg.RunsFilter(tags={DAGSTER_ROOT_TAG: wanted}))}
     return [name for name in writers if read[name].claim is not None or (name in runs and runs[name] not in kept)]
 
 
