@@ -33,7 +33,7 @@ def read(name: str) -> Any:
 
 COMPOSE = read("compose.yaml")
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
-OURS = {name: service for name, service in SERVICES.items() if "build" in service}
+OURS = {name: service for name, service in SERVICES.items() if name != "postgres"}
 
 
 def argument(command: list[str], option: str) -> str:
@@ -137,9 +137,14 @@ def test_everything_that_a_service_waits_for_or_mounts_exists() -> None:
         for volume in service.get("volumes", ()):
             source = volume.split(":")[0]
             assert (DEPLOY / source).is_file() if source.startswith(".") else source in COMPOSE["volumes"]
-    for service in OURS.values():
-        assert (REPOSITORY / service["build"]["dockerfile"]).is_file()
-        assert (DEPLOY / service["build"]["context"]).resolve() == REPOSITORY
+
+
+def test_one_service_builds_the_image_of_all_and_nobody_pulls_it() -> None:
+    (building,) = [service for service in OURS.values() if "build" in service]
+    assert (REPOSITORY / building["build"]["dockerfile"]).is_file()
+    assert (DEPLOY / building["build"]["context"]).resolve() == REPOSITORY
+    spark = [service for service in read("compose.spark.yaml")["services"].values() if "image" in service]
+    assert {(each["image"], each["pull_policy"]) for each in (*OURS.values(), *spark)} == {(building["image"], "never")}
 
 
 def test_the_image_is_made_of_what_the_repository_has_and_the_build_needs() -> None:
