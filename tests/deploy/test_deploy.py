@@ -155,6 +155,8 @@ def test_the_image_is_made_of_what_the_repository_has_and_the_build_needs() -> N
     assert needed <= copied()
     (sync,) = [words for words in instructions("RUN") if words[:2] == ["uv", "sync"]]
     assert argument(sync, "--extra") in project["project"]["optional-dependencies"]
+    # The tools of developers and of the documentation are groups that `uv sync` installs unless it is told not to.
+    assert "--no-default-groups" in sync
 
 
 def test_the_image_has_the_bytecode_of_its_packages_and_of_the_location() -> None:
