@@ -16,7 +16,7 @@ from prometheus_client import REGISTRY
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.cli import main
-from eventsql_orchestration.dagster import ConsumerDefinition, build_definitions, topic_key
+from eventsql_orchestration.dagster import topic_key
 from eventsql_orchestration.queue import QueueDepth
 from tests.documents import DAGSTER, REPOSITORY, examples, play
 from tests.shards.conftest import Databases, databases
@@ -93,11 +93,17 @@ def test_the_example_of_dead_letters_shapes_them_and_redrives_them(
     assert capsys.readouterr().out == f"{letter.id} 7 no address\n"
 
 
-def test_the_example_of_a_consumer_is_a_code_location(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_of_a_consumer_is_a_code_location(
+    dsn: str, platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("EVENTSQL_DSN", dsn)
-    ledger = play(examples(README)[1])["ledger"]
-    assert isinstance(ledger, ConsumerDefinition)
-    assert {"consume_ledger", "register"} <= {job.name for job in build_definitions([ledger]).jobs or ()}
+    defs: dg.Definitions = play(examples(README)[1])["defs"]
+    assert defs.resolve_job_def("register").execute_in_process().success
+    platform.publisher.publish(Publication("account_created", b"{}", key="42"))
+    platform.transfer.run_once()
+    assert defs.resolve_job_def("consume_ledger").execute_in_process().success
+    with psycopg.connect(dsn) as connection:
+        assert connection.execute("SELECT account FROM ledger").fetchall() == [("42",)]
 
 
 def test_the_example_of_a_job_that_follows_a_consumer_requests_it_after_each_run(
