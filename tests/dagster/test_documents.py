@@ -2,12 +2,15 @@
 
 import json
 from collections.abc import Callable
+from datetime import timedelta
 
 import dagster as dg
 import pytest
 
-from eventsql_orchestration import EventSQL, Publication
-from eventsql_orchestration.dagster import CheckAlert, topic_key
+from eventsql_orchestration import EventSQL, Publication, Topic
+from eventsql_orchestration.dagster import AssetOptions, CheckAlert, consumer_asset, topic_key
+from eventsql_orchestration.queue import Queue, QueueDepth
+from eventsql_orchestration.views import Rollup
 from tests.dagster.conftest import sql
 from tests.documents import DAGSTER, DOCS, examples, play
 
@@ -114,3 +117,36 @@ def test_the_consumer_of_the_documentation_that_publishes_answers_each_order_onc
     assert (receipt.key, receipt.value, receipt.metadata["dagster_run_id"]) == ("7", b"tea", run.run_id)
     assert sql(platform, "SELECT count(*) FROM paid") == [(1,)]
     assert location.resolve_asset_graph().get(topic_key("receipts")).parent_keys == {dg.AssetKey("cashier")}
+
+
+def test_the_worker_of_the_documentation_handles_each_message_once(
+    platform: EventSQL, registered: Callable[[str], dg.Definitions], instance: dg.DagsterInstance
+) -> None:
+    (example,) = examples(DAGSTER, "make_thumbnails")
+    location = registered(example)
+    Queue(platform, "thumbnails").send_all([b"cat.png", b"dog.png"])
+    assert location.resolve_job_def("work_make_thumbnails").execute_in_process(instance=instance).success
+    assert sql(platform, "SELECT image FROM thumbnail ORDER BY 1") == [("cat.png",), ("dog.png",)]
+    assert Queue(platform, "thumbnails").depth() == QueueDepth(visible=0, invisible=0)
+
+
+def test_the_translator_of_the_documentation_gives_consumers_a_prefix() -> None:
+    (example,) = examples(DAGSTER, "EventSQLTranslator")
+    translator = play(example)["Shop"]()
+
+    @consumer_asset(topic=Topic("orders"), consumer="ledger", options=AssetOptions(translator=translator))
+    def ledger(events: object, connection: object) -> None: ...
+
+    assert ledger.key == dg.AssetKey(["shop", "ledger"])
+
+
+def test_the_location_of_the_documentation_with_the_store_and_a_view_shows_each_as_an_asset() -> None:
+    (example,) = examples(DAGSTER, "store_asset")
+    (projection,) = examples(DOCS / "event_store.md", "class Payments(Projection)")
+    rollup = next(line for line in examples(DOCS / "views.md")[0].splitlines() if line.startswith("MOVES ="))
+    names = play(projection.partition("\n\n\nwith ")[0])
+    names |= play(rollup, {"Rollup": Rollup, "timedelta": timedelta})
+    graph = play(example, names)["defs"].resolve_asset_graph()
+    assert graph.get(dg.AssetKey(["view", "moves"])).parent_keys == {topic_key("parcel_moved")}
+    for kind, name in (("subscription", "mailer"), ("projection", "payments")):
+        assert graph.get(dg.AssetKey(["event_store", kind, name])).parent_keys == {dg.AssetKey("event_store")}
