@@ -14,6 +14,7 @@ import psycopg
 import pytest
 from prometheus_client import REGISTRY
 
+import eventsql_orchestration
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.cli import main
 from eventsql_orchestration.dagster import topic_key
@@ -305,6 +306,12 @@ def understood(words: list[str]) -> bool:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
 def test_every_command_and_option_that_a_document_shows_exists(document: Path) -> None:
     assert [words for words in lines(document) if not understood(words)] == []
+
+
+def test_the_reference_of_the_library_has_every_public_name() -> None:
+    page = (REPOSITORY / "docs" / "reference" / "python.md").read_text(encoding="utf-8")
+    named = re.findall(r"^\.\. (?:auto\w+|py:data):: (?:\w+\.)*(\w+)$", page, re.MULTILINE)
+    assert set(eventsql_orchestration.__all__) <= set(named)
 
 
 def test_the_reference_of_the_commands_has_the_options_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
