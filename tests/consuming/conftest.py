@@ -7,6 +7,33 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.waiting import PATIENCE
+
+
+class Halt:
+    """A handler, or a part of one, that stands still until the test lets it go on."""
+
+    def __init__(self) -> None:
+        self._reached, self._over = threading.Event(), threading.Event()
+
+    def __call__(self, *_arguments: object) -> None:
+        self._reached.set()
+        self._over.wait()
+
+    def await_reached(self) -> None:
+        assert self._reached.wait(PATIENCE), "no handler runs"
+
+    def end(self) -> None:
+        self._over.set()
+
+
+@pytest.fixture
+def halt() -> Iterator[Halt]:
+    """Ends with the test at the latest, so that no handler waits for ever."""
+    halt = Halt()
+    yield halt
+    halt.end()
+
 
 @pytest.fixture
 def gates() -> Iterator[Callable[[], threading.Event]]:

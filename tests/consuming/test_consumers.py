@@ -35,6 +35,7 @@ from tests.effects import effects, make_table, write
 from tests.forms import ids_in, reading
 
 if TYPE_CHECKING:
+    from tests.consuming.conftest import Halt
     from tests.fixtures import SaidBy, Sessions, Spawn, Until
 
 
@@ -351,21 +352,19 @@ def test_a_batch_waits_for_its_least_number_of_events(platform: EventSQL, until:
     assert all(3 <= len(batch) <= 4 for batch in seen.batches)
 
 
-def test_stopping_finishes_the_batch_under_way(platform: EventSQL) -> None:
+def test_stopping_finishes_the_batch_under_way(platform: EventSQL, halt: Halt) -> None:
     ids = fill(platform, 20, "payments")
-    inside, go_on = threading.Event(), threading.Event()
 
     def handle(events: Sequence[Event], connection: Connection) -> None:
-        inside.set()
-        go_on.wait(60)
+        halt()
         write(events, connection)
 
     consumption = platform.shards[0].consumers.start_batch(
         "payments", "mailer", handle, max_events=10, polling_delay=0.01
     )
-    assert inside.wait(60)
+    halt.await_reached()
     consumption.stop_soon()
-    go_on.set()
+    halt.end()
     assert consumption.stop(timeout=60)
     assert effects(platform) == ids[:10]
     assert offsets(platform, "payments") == [ids[9]]
@@ -566,23 +565,21 @@ def test_a_publisher_without_a_transfer_wakes_that_of_another_process(
         until(lambda: platform.reader.count("payments") == 2)
 
 
-def test_a_notification_during_a_pass_leads_to_another_look(platform: EventSQL, until: Until) -> None:
-    inside, go_on = threading.Event(), threading.Event()
+def test_a_notification_during_a_pass_leads_to_another_look(platform: EventSQL, until: Until, halt: Halt) -> None:
     seen = Seen()
 
     def handle(events: Sequence[Event], connection: Connection) -> None:
-        inside.set()
-        go_on.wait(60)
+        halt()
         seen(events, connection)
 
     with platform.shards[0].consumers.start_batch("payments", "mailer", handle, polling_delay=NEVER) as consumption:
         until_idle(consumption, until)
         ids = fill(platform, 1, "payments")
-        assert inside.wait(60)
+        halt.await_reached()
         heard = consumption._wakes
         ids += fill(platform, 1, "payments")
         until(lambda: consumption._wakes > heard)
-        go_on.set()
+        halt.end()
         until(lambda: len(seen.ids) == 2)
     assert seen.ids == ids
 
@@ -731,26 +728,24 @@ def test_partitions_with_more_events_than_a_batch_take_slots(platform: EventSQL,
 
 
 def test_a_batch_that_does_not_end_in_time_is_rolled_back_and_its_partition_is_free(
-    platform: EventSQL, until: Until
+    platform: EventSQL, until: Until, halt: Halt
 ) -> None:
     ids = fill(platform, 10, "payments")
-    inside, go_on = threading.Event(), threading.Event()
     raised: list[Exception] = []
 
     def handle(events: Sequence[Event], connection: Connection) -> None:
         write(events, connection)
-        inside.set()
-        go_on.wait(60)
+        halt()
         try:
             write(events, connection)
         except psycopg.OperationalError as error:
             raised.append(error)
 
     consumption = platform.shards[0].consumers.start_batch("payments", "mailer", handle)
-    assert inside.wait(60)
+    halt.await_reached()
     assert not consumption.stop(timeout=0.01)
     until(lambda: platform.shards[0].consumers.consume_once("payments", "mailer", write))
-    go_on.set()
+    halt.end()
     assert consumption.stop(timeout=60)
     assert len(raised) == 1
     assert effects(platform) == ids
@@ -778,19 +773,13 @@ def test_a_statement_that_does_not_end_in_time_is_cancelled_and_no_failure_of_it
 
 
 def test_a_handler_that_ends_too_late_commits_nothing_though_it_needs_no_database(
-    platform: EventSQL, until: Until
+    platform: EventSQL, halt: Halt
 ) -> None:
     fill(platform, 3, "payments")
-    inside, go_on = threading.Event(), threading.Event()
-
-    def handle(_event: Event, _connection: Connection) -> None:
-        inside.set()
-        go_on.wait(60)
-
-    consumption = platform.shards[0].consumers.start("payments", "mailer", handle)
-    assert inside.wait(60)
+    consumption = platform.shards[0].consumers.start("payments", "mailer", halt)
+    halt.await_reached()
     assert not consumption.stop(timeout=0.01)
-    go_on.set()
+    halt.end()
     assert consumption.stop(timeout=60)
     assert offsets(platform, "payments") == [0]
     assert platform.shards[0].consumers.consume_once("payments", "mailer", Seen()) == 3

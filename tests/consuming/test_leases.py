@@ -26,6 +26,7 @@ from tests.effects import FullDiskError, effects, make_table, write
 from tests.forms import ids_in
 
 if TYPE_CHECKING:
+    from tests.consuming.conftest import Halt
     from tests.fixtures import Sessions, Spawn, Terminate, Until
 
 POLLING = 0.02
@@ -105,17 +106,12 @@ def test_every_partition_is_consumed_in_its_order(platform: EventSQL, until: Unt
 
 
 def test_the_handler_works_outside_of_any_transaction(
-    platform: EventSQL, sessions: Sessions, until: Until, gates: Callable[[], threading.Event]
+    platform: EventSQL, sessions: Sessions, until: Until, halt: Halt
 ) -> None:
     fill(platform, 3)
-    inside, go_on = gates(), gates()
-
-    def handle(_events: Sequence[Event], _lease: Lease) -> None:
-        inside.set()
-        go_on.wait(60)
-
-    with platform.consumers.start_leased("payments", "mailer", handle, polling_delay=POLLING):
-        assert inside.wait(60)
+    # No heartbeat meets the lock that is asked for below.
+    with platform.consumers.start_leased("payments", "mailer", halt, lease=3_600.0, polling_delay=POLLING):
+        halt.await_reached()
         watching = sessions()
         watching.autocommit = True
         until(
@@ -128,7 +124,7 @@ def test_the_handler_works_outside_of_any_transaction(
             )
         )
         watching.execute("SELECT FROM eventsql.consumer WHERE eql_topic = 'payments' FOR UPDATE NOWAIT")
-        go_on.set()
+        halt.end()
 
 
 def test_effects_of_a_block_that_fails_are_undone_and_may_be_written_again(platform: EventSQL, until: Until) -> None:
@@ -197,22 +193,14 @@ def test_a_handler_that_fails_after_it_committed_repeats_nothing(platform: Event
     assert (calls, state(platform).failed_event_id) == ([3, 1], None)
 
 
-def test_the_lease_is_renewed_while_the_handler_works(
-    platform: EventSQL, until: Until, gates: Callable[[], threading.Event]
-) -> None:
+def test_the_lease_is_renewed_while_the_handler_works(platform: EventSQL, until: Until, halt: Halt) -> None:
     ids = fill(platform, 1)
-    inside, go_on = gates(), gates()
-
-    def handle(_events: Sequence[Event], _lease: Lease) -> None:
-        inside.set()
-        go_on.wait(60)
-
-    with platform.consumers.start_leased("payments", "mailer", handle, lease=0.6, polling_delay=POLLING):
-        assert inside.wait(60)
+    with platform.consumers.start_leased("payments", "mailer", halt, lease=0.6, polling_delay=POLLING):
+        halt.await_reached()
         first = state(platform).lease_expires_at
         assert first is not None
         until(lambda: (state(platform).lease_expires_at or first) > first)
-        go_on.set()
+        halt.end()
         until(lambda: state(platform).last_event_id == ids[-1])
 
 
@@ -264,10 +252,11 @@ def test_a_filter_that_changes_while_an_event_is_handled_blames_no_other(platfor
 
 def test_fewer_events_than_min_events_wait_for_more(platform: EventSQL, until: Until) -> None:
     seen = Seen()
-    with platform.consumers.start_leased(
+    with platform.shards[0].consumers.start_leased(
         "payments", "mailer", seen, min_events=3, max_events=4, polling_delay=POLLING, max_polling_delay=1e6
-    ):
+    ) as consumption:
         ids = fill(platform, 2)
+        until(lambda: any(slot.least == 3 for slot in list(consumption._idle.values())))
         ids += fill(platform, 2)
         until(lambda: len(seen.ids) == 4)
     assert seen.batches == [ids]
@@ -469,25 +458,24 @@ def test_the_events_of_a_process_that_is_killed_are_taken_over_when_its_lease_ha
     platform: EventSQL, spawn: Spawn, until: Until, where: str
 ) -> None:
     ids = fill(platform, 10)
-    doomed = spawn("hold_leased", "payments", "mailer", 1.0, where)
+    doomed = spawn("hold_leased", "payments", "mailer", 3_600.0, where)
     assert doomed.line() == f"{where} {'on ' if where == 'at work' else ''}10 events"
     doomed.kill()
+    assert isinstance(platform.claims.claim("payments", "mailer", owner="another"), NoClaim)
+    with platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.consumer SET eql_lease_expires_at = now() WHERE eql_topic = 'payments'")
     with platform.consumers.start_leased("payments", "mailer", write_leased, max_events=4, polling_delay=POLLING):
         until(lambda: state(platform).last_event_id == ids[-1])
     assert effects(platform) == ids
     assert state(platform).consumed_events == 10
 
 
-def test_a_handler_that_was_thought_dead_commits_nothing(
-    platform: EventSQL, until: Until, gates: Callable[[], threading.Event]
-) -> None:
+def test_a_handler_that_was_thought_dead_commits_nothing(platform: EventSQL, until: Until, halt: Halt) -> None:
     ids = fill(platform, 3)
-    inside, go_on = gates(), gates()
     said: list[object] = []
 
     def handle(events: Sequence[Event], lease: Lease) -> None:
-        inside.set()
-        go_on.wait(60)
+        halt()
         said.append(lease.lost.wait(60))
         try:
             write_leased(events, lease)
@@ -506,10 +494,10 @@ def test_a_handler_that_was_thought_dead_commits_nothing(
         return bool(taken)
 
     with platform.consumers.start_leased("payments", "mailer", handle, lease=1.0, polling_delay=1e6):
-        assert inside.wait(60)
+        halt.await_reached()
         until(take)
         platform.claims.process(taken[0], write)
-        go_on.set()
+        halt.end()
         until(lambda: len(said) == 2)
     assert said[0] is True
     assert effects(platform) == ids
@@ -541,42 +529,36 @@ def test_a_handler_that_fails_because_its_lease_is_lost_is_noted_as_no_failure(
 # Stopping
 
 
-def test_stopping_lets_the_handler_finish(platform: EventSQL, gates: Callable[[], threading.Event]) -> None:
+def test_stopping_lets_the_handler_finish(platform: EventSQL, halt: Halt) -> None:
     ids = fill(platform, 6)
-    inside, go_on = gates(), gates()
 
     def handle(events: Sequence[Event], lease: Lease) -> None:
-        inside.set()
-        go_on.wait(60)
+        halt()
         write_leased(events, lease)
 
     consumption = platform.consumers.start_leased("payments", "mailer", handle, max_events=3)
-    assert inside.wait(60)
+    halt.await_reached()
     consumption.stop_soon()
-    go_on.set()
+    halt.end()
     assert consumption.stop(timeout=60)
     assert effects(platform) == ids[:3]
     assert unleased(platform)
 
 
-def test_a_handler_that_does_not_end_in_time_loses_its_lease_to_others_at_once(
-    platform: EventSQL, gates: Callable[[], threading.Event]
-) -> None:
+def test_a_handler_that_does_not_end_in_time_loses_its_lease_to_others_at_once(platform: EventSQL, halt: Halt) -> None:
     ids = fill(platform, 3)
-    inside, go_on = gates(), gates()
 
     def handle(events: Sequence[Event], lease: Lease) -> None:
-        inside.set()
-        go_on.wait(60)
+        halt()
         assert lease.lost.is_set()
         write_leased(events, lease)
 
     consumption = platform.consumers.start_leased("payments", "mailer", handle, lease=3600.0)
-    assert inside.wait(60)
+    halt.await_reached()
     assert not consumption.stop(timeout=0.01)
     claim = platform.claims.claim("payments", "mailer", owner="another")
     assert isinstance(claim, Claim)
-    go_on.set()
+    halt.end()
     assert consumption.stop(timeout=60)
     assert effects(platform) == []
     platform.claims.process(claim, write)
