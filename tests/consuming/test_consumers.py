@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import psycopg
@@ -32,7 +34,7 @@ from eventsql_orchestration.errors import (
 )
 from eventsql_orchestration.publishing.transfer import Transfer
 from tests.effects import effects, make_table, write
-from tests.forms import ids_in, reading
+from tests.forms import change_time, ids_in, reading
 
 if TYPE_CHECKING:
     from tests.consuming.conftest import Halt
@@ -104,13 +106,6 @@ def test_a_pass_over_a_partitioned_consumer_takes_its_partitions_in_turn(platfor
     assert [batch == sorted(batch, key=lambda event: event.id) for batch in seen.batches] == [True] * 3
 
 
-def test_a_pass_may_be_over_one_partition(platform: EventSQL) -> None:
-    fill(platform, 9)
-    seen = Seen()
-    assert platform.shards[0].consumers.consume_once("orders", "mailer", seen, partition=1) == 3
-    assert {event.partition for event in seen.batches[0]} == {1}
-
-
 def test_a_consumer_that_is_not_partitioned_reads_the_whole_topic_in_its_order(platform: EventSQL) -> None:
     ids = fill(platform, 9)
     seen = Seen()
@@ -167,25 +162,6 @@ def test_a_batch_consumer_that_cannot_work_is_refused(platform: EventSQL, option
 # Effects and offset are one transaction
 
 
-def test_effects_commit_with_the_offset(platform: EventSQL, sessions: Sessions) -> None:
-    ids = fill(platform, 3, "payments")
-    watching = sessions()
-    watching.autocommit = True
-
-    def handle(events: Sequence[Event], connection: Connection) -> None:
-        write(events, connection)
-        assert effects(platform) == []
-        assert (
-            watching.execute(
-                "SELECT 1 FROM eventsql.consumer WHERE eql_topic = 'payments' AND eql_last_event_id > 0"
-            ).fetchall()
-            == []
-        )
-
-    platform.shards[0].consumers.consume_once("payments", "mailer", handle)
-    assert effects(platform) == ids
-
-
 def test_effects_of_an_interrupted_batch_are_rolled_back_and_it_is_handed_over_again(platform: EventSQL) -> None:
     ids = fill(platform, 3, "payments")
 
@@ -223,20 +199,6 @@ def test_a_handler_may_publish_in_its_transaction(platform: EventSQL) -> None:
 
 
 # One consumption at a time
-
-
-def test_a_partition_that_another_transaction_holds_is_left_to_it(platform: EventSQL, sessions: Sessions) -> None:
-    fill(platform, 9)
-    holder = sessions()
-    holder.execute(
-        "SELECT FROM eventsql.consumer "
-        "WHERE eql_topic = 'orders' AND eql_name = 'mailer' AND eql_partition = 1 FOR UPDATE"
-    )
-    seen = Seen()
-    assert platform.shards[0].consumers.consume_once("orders", "mailer", seen) == 6
-    assert {event.partition for batch in seen.batches for event in batch} == {0, 2}
-    holder.rollback()
-    assert platform.shards[0].consumers.consume_once("orders", "mailer", seen) == 3
 
 
 def test_a_partition_is_consumed_by_one_process_at_a_time(platform: EventSQL, spawn: Spawn) -> None:
@@ -285,27 +247,6 @@ def test_a_paused_consumer_consumes_nothing_until_it_is_resumed(platform: EventS
 # Threads
 
 
-def test_a_consumer_of_single_events_gets_each_in_its_order(platform: EventSQL, until: Until) -> None:
-    seen = Seen()
-    with platform.shards[0].consumers.start("payments", "mailer", seen.one, polling_delay=0.01):
-        ids = fill(platform, 10, "payments")
-        until(lambda: len(seen.batches) == 10)
-        ids += fill(platform, 5, "payments")
-        until(lambda: len(seen.batches) == 15)
-    assert seen.ids == ids
-
-
-def test_partitions_are_consumed_each_in_its_order(platform: EventSQL, until: Until) -> None:
-    ids = fill(platform, 90)
-    seen = Seen()
-    with platform.shards[0].consumers.start_batch("orders", "mailer", seen, max_events=7, polling_delay=0.01):
-        until(lambda: len(seen.ids) == 90)
-    assert sorted(seen.ids) == ids
-    for partition in range(3):
-        of_partition = [e.id for batch in seen.batches for e in batch if e.partition == partition]
-        assert of_partition == sorted(of_partition)
-
-
 def test_more_partitions_than_threads_take_slots(platform: EventSQL, until: Until) -> None:
     platform.registry.register_topic(Topic("wide", 12))
     platform.registry.register_consumer(Consumer("wide", "mailer", partitioned=True))
@@ -341,15 +282,15 @@ def test_a_batch_waits_for_its_least_number_of_events(platform: EventSQL, until:
     seen = Seen()
     with platform.shards[0].consumers.start_batch(
         "payments", "mailer", seen, min_events=3, max_events=4, polling_delay=0.005, max_polling_delay=1e6
-    ):
+    ) as consumption:
         ids = fill(platform, 2, "payments")
-        # What comes now is the third: were two handed over alone, the first batch would show it.
+        until(lambda: any(slot.least == 3 for slot in list(consumption._idle.values())))
         ids += fill(platform, 4, "payments")
-        until(lambda: len(seen.ids) >= 4)
+        until(lambda: len(seen.ids) == 4)
         ids += fill(platform, 1, "payments")
         until(lambda: len(seen.ids) == 7)
     assert seen.ids == ids
-    assert all(3 <= len(batch) <= 4 for batch in seen.batches)
+    assert [len(batch) for batch in seen.batches] == [4, 3]
 
 
 def test_stopping_finishes_the_batch_under_way(platform: EventSQL, halt: Halt) -> None:
@@ -663,13 +604,23 @@ def test_too_few_events_are_handed_over_when_they_have_waited_long_enough_though
 ) -> None:
     seen = Seen()
     with platform.shards[0].consumers.start_batch(
-        "payments", "mailer", seen, min_events=5, polling_delay=NEVER, max_polling_delay=1.5
+        "payments", "mailer", seen, min_events=5, polling_delay=NEVER, max_polling_delay=3_600.0
     ) as consumption:
         until_idle(consumption, until)
+        (slot,) = consumption._idle.values()
         ids = fill(platform, 2, "payments")
-        until(lambda: any(slot.least == 5 for slot in list(consumption._idle.values())))
+        until(lambda: slot.least == 5)
         # A look that finds too few must not forget since when they wait.
+        with consumption._poller:
+            slot.due = math.inf
         ids += fill(platform, 1, "payments")
+        until(lambda: slot.due == slot.enough_at)
+
+        with platform.database.connection() as connection:
+            change_time(connection, "payments", ids[0], datetime.now(UTC) - timedelta(hours=1))
+        with consumption._poller:
+            slot.due = slot.enough_at = time.monotonic()
+            consumption._poller.notify()
         until(lambda: seen.ids == ids)
     assert [len(batch) for batch in seen.batches] == [3]
 
@@ -842,8 +793,9 @@ def test_a_look_is_one_statement_for_all_partitions(platform: EventSQL, said_by:
 
 
 def test_an_idle_consumer_of_many_partitions_says_nothing_until_it_is_due_or_woken(
-    platform: EventSQL, until: Until
+    platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(running, "IDLE_POLLING", 3_600.0)
     looks: list[dict[int, int]] = []
     polls: list[ConsumerPartition] = []
     with platform.shards[0].consumers.start_batch("orders", "mailer", Seen()) as consumption:
