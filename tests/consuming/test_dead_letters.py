@@ -108,7 +108,7 @@ def test_a_dead_letter_is_shown_with_where_it_comes_from_and_whether_it_was_redr
     assert ids_of(platform.dead_letters.list("orders", redriven=False, limit=3)) == [1, 3, 4]
 
 
-def test_a_letter_of_another_program_is_shown_without_an_origin(platform: EventSQL, letters: list[DeadLetter]) -> None:
+def test_a_letter_of_another_program_is_shown_without_an_origin(platform: EventSQL) -> None:
     platform.publisher.publish(Publication("orders_dlt", b"?", metadata={"dlt_partition": "x"}))
     platform.transfer.run_once()
     letter = platform.dead_letters.show("orders", 8)
@@ -138,7 +138,7 @@ FILTERS = [
 
 @pytest.mark.parametrize(("wanted", "expected"), FILTERS)
 def test_listing_planning_and_redriving_choose_the_same_letters_by_a_filter(
-    platform: EventSQL, letters: list[DeadLetter], wanted: LetterFilter, expected: list[int]
+    platform: EventSQL, wanted: LetterFilter, expected: list[int]
 ) -> None:
     assert ids_of(platform.dead_letters.list("orders", wanted)) == expected
     assert platform.dead_letters.plan_redrive("orders", wanted) == RedrivePlan(len(expected), 0, len(expected))
@@ -148,9 +148,7 @@ def test_listing_planning_and_redriving_choose_the_same_letters_by_a_filter(
     assert platform.dead_letters.plan_redrive("orders", wanted) == RedrivePlan(len(expected), len(expected), 0)
 
 
-def test_metadata_that_another_program_wrote_as_numbers_is_compared_as_text(
-    platform: EventSQL, letters: list[DeadLetter]
-) -> None:
+def test_metadata_that_another_program_wrote_as_numbers_is_compared_as_text(platform: EventSQL) -> None:
     with platform.database.connection() as connection:
         connection.execute("""UPDATE eventsql.orders_dlt_event SET eql_metadata = '{"tries": 3}' WHERE eql_id = 4""")
     assert ids_of(platform.dead_letters.list("orders", LetterFilter(metadata={"tries": "3"}))) == [4]
@@ -182,7 +180,7 @@ def test_a_filter_that_means_nothing_is_refused(wrong: dict[str, Any], said: str
 
 
 def test_ids_that_no_letter_has_are_named_before_anything_is_redriven(
-    platform: EventSQL, letters: list[DeadLetter], monkeypatch: pytest.MonkeyPatch
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "BATCH", 2)
     wanted = LetterFilter(ids=[1, 2, 3, 98, 99])
@@ -240,7 +238,7 @@ def test_redriven_events_are_what_they_were_and_name_where_they_come_from(
     ]
 
 
-def test_metadata_of_the_event_that_only_looks_like_ours_is_kept(platform: EventSQL, letters: list[DeadLetter]) -> None:
+def test_metadata_of_the_event_that_only_looks_like_ours_is_kept(platform: EventSQL) -> None:
     platform.publisher.publish(Publication("orders", b"9", metadata={"dlt_color": "red"}))
     platform.transfer.run_once()
     give_up(platform)
@@ -249,9 +247,7 @@ def test_metadata_of_the_event_that_only_looks_like_ours_is_kept(platform: Event
 
 
 @pytest.mark.parametrize("added", [0, 1, 1_000_000], ids=["alone", "before a shard was added", "since then"])
-def test_an_event_goes_back_to_its_partition_even_if_that_is_not_its_keys(
-    platform: EventSQL, letters: list[DeadLetter], added: int
-) -> None:
+def test_an_event_goes_back_to_its_partition_even_if_that_is_not_its_keys(platform: EventSQL, added: int) -> None:
     with platform.database.connection() as connection:
         # Adding a shard changes a topic's layout and not its partitions.
         connection.execute("UPDATE eventsql.topic SET eql_layout = eql_layout + %s", [added])
@@ -266,7 +262,7 @@ def test_an_event_goes_back_to_its_partition_even_if_that_is_not_its_keys(
     }  # fmt: skip
 
 
-def test_in_a_topic_that_was_made_anew_the_key_decides(platform: EventSQL, letters: list[DeadLetter]) -> None:
+def test_in_a_topic_that_was_made_anew_the_key_decides(platform: EventSQL) -> None:
     platform.registry.unregister_topic("orders", force=True)
     platform.registry.register_topic(Topic("orders", 31))
     platform.dead_letters.redrive("orders", LetterFilter(consumer="mailer"))
@@ -277,9 +273,7 @@ def test_in_a_topic_that_was_made_anew_the_key_decides(platform: EventSQL, lette
     assert len({(event.key, event.partition) for event in events}) == 3
 
 
-def test_letters_of_several_batches_keep_their_order(
-    platform: EventSQL, letters: list[DeadLetter], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_letters_of_several_batches_keep_their_order(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BATCH", 2)
     assert platform.dead_letters.redrive("orders", LetterFilter(ids=[1, 2, 3, 5, 6, 7])) == 6
     assert platform.dead_letters.redrive("orders", again=True, limit=5) == 5
@@ -299,9 +293,7 @@ def batches(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def test_large_letters_go_in_small_batches(
-    platform: EventSQL, letters: list[DeadLetter], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_letters_go_in_small_batches(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
     with platform.database.connection() as connection:
         connection.execute("UPDATE eventsql.orders_dlt_event SET eql_value = repeat('x', 100)::bytea WHERE eql_id > 4")
     monkeypatch.setattr(module, "BATCH_BYTES", 103)
@@ -311,7 +303,7 @@ def test_large_letters_go_in_small_batches(
 
 
 def test_letters_committed_before_a_failure_are_not_redriven_again(
-    platform: EventSQL, letters: list[DeadLetter], terminate: Terminate, monkeypatch: pytest.MonkeyPatch
+    platform: EventSQL, terminate: Terminate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "BATCH", 3)
     publish_all = platform.shards[0].publisher.publish_all
@@ -332,7 +324,7 @@ def test_letters_committed_before_a_failure_are_not_redriven_again(
     assert redriven_from(platform) == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_a_redrive_that_fails_publishes_nothing(platform: EventSQL, letters: list[DeadLetter]) -> None:
+def test_a_redrive_that_fails_publishes_nothing(platform: EventSQL) -> None:
     platform.registry.unregister_topic("orders", force=True)
     with pytest.raises(TopicNotFoundError):
         platform.dead_letters.redrive("orders")
@@ -341,7 +333,7 @@ def test_a_redrive_that_fails_publishes_nothing(platform: EventSQL, letters: lis
 
 
 def test_letters_that_come_while_a_redrive_runs_are_left_for_the_next(
-    platform: EventSQL, letters: list[DeadLetter], monkeypatch: pytest.MonkeyPatch
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "BATCH", 3)
     publish_all = platform.shards[0].publisher.publish_all
@@ -363,14 +355,7 @@ def test_letters_that_come_while_a_redrive_runs_are_left_for_the_next(
 # Once
 
 
-def test_a_dead_letter_is_redriven_once(platform: EventSQL, letters: list[DeadLetter]) -> None:
-    assert platform.dead_letters.redrive("orders") == 7
-    assert platform.dead_letters.redrive("orders") == 0
-    assert len(redriven(platform)) == 7
-    assert platform.dead_letters.list("orders") == letters
-
-
-def test_a_dead_letter_is_redriven_once_by_whichever_filters(platform: EventSQL, letters: list[DeadLetter]) -> None:
+def test_a_dead_letter_is_redriven_once_by_whichever_filters(platform: EventSQL) -> None:
     redrive = platform.dead_letters.redrive
     assert redrive("orders", LetterFilter(ids=[6, 3])) == 2
     assert redrive("orders", LetterFilter(consumer="mailer", exception="KeyError")) == 2
@@ -381,7 +366,7 @@ def test_a_dead_letter_is_redriven_once_by_whichever_filters(platform: EventSQL,
     assert redriven_from(platform) == [3, 6, 2, 4, 1, 7, 5]
 
 
-def test_a_limit_redrives_the_oldest_and_the_next_call_goes_on(platform: EventSQL, letters: list[DeadLetter]) -> None:
+def test_a_limit_redrives_the_oldest_and_the_next_call_goes_on(platform: EventSQL) -> None:
     assert platform.dead_letters.plan_redrive("orders", limit=2) == RedrivePlan(7, 0, 2)
     assert platform.dead_letters.redrive("orders", limit=2) == 2
     assert platform.dead_letters.redrive("orders", limit=0) == 0
@@ -390,7 +375,7 @@ def test_a_limit_redrives_the_oldest_and_the_next_call_goes_on(platform: EventSQ
     assert redriven_from(platform) == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_a_redriven_letter_is_redriven_again_on_request(platform: EventSQL, letters: list[DeadLetter]) -> None:
+def test_a_redriven_letter_is_redriven_again_on_request(platform: EventSQL) -> None:
     platform.dead_letters.redrive("orders", LetterFilter(ids=[2]))
     first = platform.dead_letters.show("orders", 2).redriven_at
     wanted = LetterFilter(upto=3)
@@ -404,9 +389,7 @@ def test_a_redriven_letter_is_redriven_again_on_request(platform: EventSQL, lett
     assert platform.dead_letters.redrive("orders", wanted) == 0
 
 
-def test_two_who_redrive_at_once_redrive_once(
-    platform: EventSQL, letters: list[DeadLetter], sessions: Sessions, until: Until
-) -> None:
+def test_two_who_redrive_at_once_redrive_once(platform: EventSQL, sessions: Sessions, until: Until) -> None:
     gate = sessions()
     gate.execute("LOCK TABLE eventsql.redriven_dead_letter IN SHARE MODE")
     watch = sessions()
@@ -430,7 +413,6 @@ def test_two_who_redrive_at_once_redrive_once(
 @pytest.mark.parametrize(("ending", "left"), [("commit", [1, 2, 4, 5, 6, 7]), ("rollback", [1, 2, 3, 4, 5, 6, 7])])
 def test_a_letter_that_another_redrive_is_about_to_commit_is_waited_for(
     platform: EventSQL,
-    letters: list[DeadLetter],
     sessions: Sessions,
     until_blocked: UntilBlocked,
     *,
@@ -448,7 +430,7 @@ def test_a_letter_that_another_redrive_is_about_to_commit_is_waited_for(
 
 
 def test_a_limit_is_met_although_another_redrive_took_some(
-    platform: EventSQL, letters: list[DeadLetter], sessions: Sessions, until_blocked: UntilBlocked
+    platform: EventSQL, sessions: Sessions, until_blocked: UntilBlocked
 ) -> None:
     other = sessions()
     other.execute(
@@ -463,11 +445,16 @@ def test_a_limit_is_met_although_another_redrive_took_some(
     assert redriven_from(platform) == [3, 4, 5]
 
 
-def test_letters_of_a_topic_that_was_made_anew_were_not_redriven(platform: EventSQL, letters: list[DeadLetter]) -> None:
+@pytest.mark.parametrize("created_at", [None, "2025-01-01"], ids=["clock goes on", "clock went back"])
+def test_letters_of_a_topic_that_was_made_anew_were_not_redriven(
+    platform: EventSQL, letters: list[DeadLetter], created_at: str | None
+) -> None:
     platform.dead_letters.redrive("orders")
     redriven(platform)
     platform.registry.unregister_topic("orders_dlt", force=True)
     platform.registry.register_topic(Topic("orders_dlt"))
+    with platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.topic SET eql_created_at = coalesce(%s, eql_created_at)", [created_at])
     give_up(platform)
     anew = platform.dead_letters.list("orders")
     assert ids_of(anew) == ids_of(letters)
@@ -477,9 +464,7 @@ def test_letters_of_a_topic_that_was_made_anew_were_not_redriven(platform: Event
 
 
 @pytest.mark.parametrize("hours", [-1, 1])
-def test_a_letter_is_redriven_once_whatever_the_clock_does(
-    platform: EventSQL, letters: list[DeadLetter], hours: int
-) -> None:
+def test_a_letter_is_redriven_once_whatever_the_clock_does(platform: EventSQL, hours: int) -> None:
     platform.dead_letters.redrive("orders", LetterFilter(upto=4))
     with platform.database.connection() as connection:
         moved = (hours,)
@@ -495,9 +480,7 @@ def test_a_letter_is_redriven_once_whatever_the_clock_does(
     assert redriven_from(platform) == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_a_letter_of_a_backfill_is_redriven_once_whatever_the_clock_does(
-    platform: EventSQL, letters: list[DeadLetter]
-) -> None:
+def test_a_letter_of_a_backfill_is_redriven_once_whatever_the_clock_does(platform: EventSQL) -> None:
     platform.publisher.publish(Publication("orders_dlt", b"", metadata={"dlt_backfill": "one"}))
     platform.transfer.run_once()
     assert platform.dead_letters.of_backfills("orders") == {"one": 1}
@@ -507,20 +490,7 @@ def test_a_letter_of_a_backfill_is_redriven_once_whatever_the_clock_does(
     assert platform.dead_letters.of_backfills("orders") == {}
 
 
-def test_letters_of_a_topic_that_was_made_anew_by_a_clock_that_went_back_were_not_redriven(
-    platform: EventSQL, letters: list[DeadLetter]
-) -> None:
-    platform.dead_letters.redrive("orders")
-    redriven(platform)
-    platform.registry.unregister_topic("orders_dlt", force=True)
-    platform.registry.register_topic(Topic("orders_dlt"))
-    with platform.database.connection() as connection:
-        connection.execute("UPDATE eventsql.topic SET eql_created_at = '2025-01-01'")
-    give_up(platform)
-    assert platform.dead_letters.redrive("orders") == 7
-
-
-def test_letters_of_a_topic_that_was_redefined_were_not_redriven(platform: EventSQL, letters: list[DeadLetter]) -> None:
+def test_letters_of_a_topic_that_was_redefined_were_not_redriven(platform: EventSQL) -> None:
     platform.dead_letters.redrive("orders")
     redriven(platform)
     with platform.database.connection() as connection:
@@ -540,9 +510,7 @@ def test_redrives_of_a_log_that_another_program_deleted_are_forgotten(
     assert platform.dead_letters.redrive("orders") == 2
 
 
-def test_redrives_of_letters_that_retention_removed_are_forgotten(
-    platform: EventSQL, letters: list[DeadLetter]
-) -> None:
+def test_redrives_of_letters_that_retention_removed_are_forgotten(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("payments")).register_topic(Topic("payments_dlt"))
     platform.dead_letters.redrive("orders")
     with platform.database.connection() as connection:
@@ -592,7 +560,7 @@ def test_an_event_that_fails_again_is_a_dead_letter_again_and_shows_all_its_way(
 
 
 def test_the_way_of_an_event_that_is_redriven_for_ever_is_cut(
-    platform: EventSQL, letters: list[DeadLetter], monkeypatch: pytest.MonkeyPatch
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dead_letter_values, "MAX_CHAIN", 2)
     for _ in range(4):
@@ -608,7 +576,7 @@ def test_the_way_of_an_event_that_is_redriven_for_ever_is_cut(
 
 @pytest.mark.parametrize("analyzed", [False, True])
 def test_a_batch_is_found_by_the_ids_of_its_letters_however_many_there_are(
-    platform: EventSQL, letters: list[DeadLetter], *, analyzed: bool
+    platform: EventSQL, *, analyzed: bool
 ) -> None:
     by_id = Queries("dead_letters", "eventsql")("by_id")
     matching = LogQueries("dead_letters", "eventsql")("matching", topic="orders_dlt").as_bytes()
