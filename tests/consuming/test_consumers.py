@@ -332,9 +332,7 @@ def test_a_handler_may_stop_its_own_consumption_after_so_many_events(platform: E
     assert platform.registry.consumer("payments", "mailer")[0].failed_event_id is None
 
 
-def test_handlers_that_stop_their_consumption_at_once_do_not_wait_for_each_other(
-    platform: EventSQL, until: Until
-) -> None:
+def test_handlers_that_stop_their_consumption_at_once_do_not_wait_for_each_other(platform: EventSQL) -> None:
     ids = fill(platform, 3)
     together = threading.Barrier(4)
     stopped: list[bool] = []
@@ -564,7 +562,7 @@ def test_events_that_nobody_notifies_of_are_found_by_polling_which_then_goes_on_
         until(lambda: consumption._idle_delay() == 0.05)
 
 
-def test_a_consumer_that_hears_nothing_polls(dsn: str, platform: EventSQL, until: Until) -> None:
+def test_a_consumer_that_hears_nothing_polls(platform: EventSQL, until: Until) -> None:
     seen = Seen()
     consumers = Consumers(platform.database, platform.shards[0].registry, platform.shards[0].dead_letters)
     with consumers.start("payments", "mailer", seen.one, polling_delay=0.01) as consumption:

@@ -500,9 +500,7 @@ def test_letters_of_a_topic_that_was_redefined_were_not_redriven(platform: Event
     assert platform.dead_letters.redrive("orders") == 7
 
 
-def test_redrives_of_a_log_that_another_program_deleted_are_forgotten(
-    platform: EventSQL, letters: list[DeadLetter]
-) -> None:
+def test_redrives_of_a_log_that_another_program_deleted_are_forgotten(platform: EventSQL) -> None:
     platform.dead_letters.redrive("orders")
     with platform.database.connection() as connection:
         # As EventSQL's Java library makes a topic anew, whose letters come later.

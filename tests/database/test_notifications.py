@@ -411,7 +411,7 @@ def test_a_listener_says_that_it_cannot_announce_itself_and_does_so_later(
         until(lambda: listener.listening)
 
 
-def test_nothing_connects_before_there_is_something_to_tell(until: Until) -> None:
+def test_nothing_connects_before_there_is_something_to_tell() -> None:
     with (
         Database("postgresql://someone:s3cr3t@127.0.0.1:1/nowhere") as database,
         closing(Notifier(database)),

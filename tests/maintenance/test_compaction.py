@@ -447,7 +447,7 @@ def test_a_session_that_vacuums_or_analyzes_a_segment_keeps_it_as_it_is_and_nobo
 
 @pytest.mark.usefixtures("spacious")
 def test_a_transaction_that_reads_the_log_keeps_its_segment(
-    single: EventSQL, sessions: Sessions, session: Connection, monkeypatch: pytest.MonkeyPatch
+    single: EventSQL, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exchanging, "WAIT_SECONDS", 0.05)
     monkeypatch.setattr(exchanging, "EXCHANGE_SECONDS", 0.0)
@@ -462,9 +462,7 @@ def test_a_transaction_that_reads_the_log_keeps_its_segment(
 
 
 @pytest.mark.usefixtures("spacious")
-def test_a_snapshot_older_than_events_keeps_their_segment(
-    platform: EventSQL, sessions: Sessions, session: Connection
-) -> None:
+def test_a_snapshot_older_than_events_keeps_their_segment(platform: EventSQL, sessions: Sessions) -> None:
     platform.registry.register_topic(Topic("orders", storage="blocks"))
     publish_singly(platform, 50, partitions=-1)
     old = sessions()
@@ -560,7 +558,7 @@ def test_a_segment_with_a_block_that_cannot_be_copied_stays_and_its_blocks_are_m
 
 @pytest.mark.usefixtures("spacious")
 def test_a_change_of_others_during_the_copy_waits_for_it(
-    single: EventSQL, session: Connection, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+    single: EventSQL, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rewrite, other, waits = compacting.LogCompactor.rewrite, sessions(), []
 

@@ -341,7 +341,7 @@ def test_a_failed_delivery_that_is_noted_after_the_erasure_quotes_nothing(
 
 @pytest.mark.usefixtures("in_a_handler")
 def test_a_dead_letter_factory_sees_nothing_of_an_event_that_was_erased_meanwhile(
-    dsn: str, platform: EventSQL, form: Storage
+    platform: EventSQL, form: Storage
 ) -> None:
     platform.registry.register_consumer(Consumer("orders", "mailer"), max_attempts=1)
     publish(platform, "ann")

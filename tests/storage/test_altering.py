@@ -283,7 +283,7 @@ def test_a_change_gives_way_before_the_server_ends_a_reader_that_waits_for_it(
     assert max(changing.WAIT_SECONDS, retention.SIMPLIFY_SECONDS) < look[0]
 
 
-def test_an_open_publication_is_in_order_before_and_after(platform: EventSQL, dsn: str, storage: Storage) -> None:
+def test_an_open_publication_is_in_order_before_and_after(platform: EventSQL, storage: Storage) -> None:
     with platform.database.connection() as connection, connection.transaction():
         platform.publisher.publish(Publication("orders", b"0", key="0"), connection=connection)
         changing = threading.Thread(target=platform.registry.set_storage, args=("orders", OTHER[storage]))

@@ -71,7 +71,7 @@ def test_segments_are_made_before_their_ids_come(platform: EventSQL, session: Co
 @pytest.mark.usefixtures("small")
 @pytest.mark.usefixtures("single_rows")
 def test_a_batch_longer_than_all_segments_goes_through_the_buffer_and_is_moved_in_pieces_that_fit(
-    platform: EventSQL, session: Connection
+    platform: EventSQL,
 ) -> None:
     platform.registry.register_topic(Topic("orders", 2))
     platform.publisher.publish_all(Publication("orders", b"%d" % number) for number in range(200))

@@ -139,9 +139,7 @@ def test_a_log_that_gets_a_retention_has_its_sequence_mended(platform: EventSQL,
     assert platform.transfer.run_once() == {"plain": 1}
 
 
-def test_a_migration_mends_every_sequence_that_the_platform_had_then(
-    dsn: str, platform: EventSQL, session: Connection
-) -> None:
+def test_a_migration_mends_every_sequence_that_the_platform_had_then(platform: EventSQL, session: Connection) -> None:
     session.execute("CREATE SEQUENCE eventsql.of_somebody CACHE 7")
     names = ["event_buffer", "consumer_claim", "queue_message", "timeline_entry", "log_line"]
     # Logs were in rows then.
