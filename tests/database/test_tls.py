@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
@@ -24,13 +25,13 @@ from eventsql_orchestration.dagster.local.instance import storage_url
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.database.embedded import EmbeddedPostgres, programs
 from eventsql_orchestration.database.notifications import LOG, Listener
-from eventsql_orchestration.errors import ConfigurationError, DatabaseUnavailableError
+from eventsql_orchestration.errors import DatabaseUnavailableError
 from eventsql_orchestration.spark.adbc import CopyConnection
 from eventsql_orchestration.spark.options import Source
 from eventsql_orchestration.spark.staging import WriteTarget, _Staging
 from tests.conftest import own_server
 from tests.fixtures import Until
-from tests.waiting import PATIENCE
+from tests.waiting import PATIENCE, wait_until
 
 CLIENT = "certified"
 """A role that shows a certificate instead of a password."""
@@ -149,12 +150,7 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tls]:
             patched.setenv(programs.PROGRAMS_VARIABLE, str(directory))
             found = demand_tls(embedded, files)
             if found is not None:
-                pause = threading.Event()
-                for _ in range(600):
-                    if demanded(found):
-                        break
-                    pause.wait(0.05)
-                assert demanded(found)
+                wait_until(partial(demanded, found))
                 yield found
                 return
     pytest.skip("no PostgreSQL with TLS is installed here: `make tls` installs it where it can")
@@ -265,8 +261,3 @@ def test_tls_begins_at_once_where_the_server_can(tls: Tls) -> None:
         else:
             with pytest.raises(DatabaseUnavailableError):
                 database.ensure_schema()
-
-
-def test_a_mode_that_libpq_does_not_know_is_refused_before_anything_connects(tls: Tls) -> None:
-    with pytest.raises(ConfigurationError, match="verify-full"):
-        Database(tls.url("sslmode=strict"))
