@@ -9,12 +9,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from eventsql_orchestration import EventSQL
-from eventsql_orchestration.database import Database
+from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.errors import MessageNotFoundError, ValidationError
 from eventsql_orchestration.model import MAX_KEY_BYTES
 from eventsql_orchestration.queue import (
@@ -23,9 +24,11 @@ from eventsql_orchestration.queue import (
     Queue,
     drop_expired_archives,
     list_queues,
+    message_queue,
 )
-from tests.fixtures import UntilBlocked
+from tests.fixtures import Until, UntilBlocked
 from tests.queue.test_ordered import bodies, expire
+from tests.waiting import PATIENCE
 
 
 @pytest.fixture
@@ -306,33 +309,38 @@ def test_acknowledgements_at_once_make_the_archive_once(database: Database, unti
     assert len(queue.archived()) == 2
 
 
-def test_a_receiver_hears_of_a_new_message(platform: EventSQL) -> None:
-    queue = Queue(platform, "commands")
+def test_a_receiver_hears_of_a_new_message(platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue, paused = Queue(platform, "commands"), threading.Event()
     queue.definition()
+
+    def look_again_in_an_hour() -> float:
+        paused.set()
+        return 3_600.0
+
+    monkeypatch.setattr(queue, "pause", look_again_in_an_hour)
     with ThreadPoolExecutor(1) as receivers:
-        waiting = receivers.submit(queue.receive, wait=60)
+        waiting = receivers.submit(queue.receive, wait=3_600)
+        until(lambda: paused.is_set() and platform.listener.listening)
         Queue(platform, "commands").send(b"x")
-        assert bodies(waiting.result(60)) == [b"x"]
+        assert bodies(waiting.result(PATIENCE)) == [b"x"]
 
 
-def test_a_waiting_receiver_holds_no_transaction_and_gives_up_in_time(database: Database, queue: Queue) -> None:
+def test_a_waiting_receiver_holds_no_transaction_and_gives_up_in_time(
+    queue: Queue, session: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
     queue.definition()
-    seen = threading.Event()
+    clock, open_transactions = [0.0], list[int]()
 
-    def watch() -> None:
-        with database.connection() as connection:
-            row = connection.execute(
-                "SELECT count(*) FROM pg_stat_activity WHERE state = 'idle in transaction' "
-                "AND datname = current_database()"
-            ).fetchone()
-            assert row == (0,)
-        seen.set()
+    def let_time_pass() -> float:
+        in_transaction = "SELECT FROM pg_stat_activity WHERE datname = current_database() AND state ~ 'in transaction'"
+        open_transactions.append(session.execute(in_transaction).rowcount)
+        clock[0] += 25
+        return 0.0
 
-    watcher = threading.Timer(0.1, watch)
-    watcher.start()
-    assert queue.receive(wait=0.4) == []
-    watcher.join()
-    assert seen.is_set()
+    monkeypatch.setattr(message_queue, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(queue, "pause", let_time_pass)
+    assert queue.receive(wait=60) == []
+    assert open_transactions == [0, 0, 0]
 
 
 def test_a_task_receives_and_acknowledges(platform: EventSQL) -> None:

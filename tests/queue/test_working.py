@@ -14,7 +14,7 @@ from eventsql_orchestration import EventSQL
 from eventsql_orchestration.consuming import lost_connections
 from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.errors import DatabaseBusyError, DatabaseUnavailableError, ValidationError
-from eventsql_orchestration.queue import Message, Queue
+from eventsql_orchestration.queue import Message, Queue, held_messages
 from eventsql_orchestration.queue.worker import Handler
 from eventsql_orchestration.threads import start_thread
 from tests.effects import DISK_IS_FULL, MuteError, stand_still, take_too_long
@@ -213,11 +213,12 @@ def test_a_connection_that_the_handler_ends_and_one_to_another_database_are_fail
 
 
 def test_heartbeats_hold_a_message_for_as_long_as_its_handler_takes(
-    platform: EventSQL, queue: Queue, until: Until
+    platform: EventSQL, queue: Queue, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(held_messages, "HEARTBEATS", 100_000)
     slow = Slow()
     queue.send_all([b"1", b"2"])
-    with queue.work(slow, visibility_timeout=6.0) as workers:
+    with queue.work(slow, visibility_timeout=3_600) as workers:
         assert slow.begun.wait(60)
         with platform.database.connection() as connection:
             look = "SELECT min(eql_visible_at) FROM eventsql.queue_message"
@@ -232,15 +233,16 @@ def test_heartbeats_hold_a_message_for_as_long_as_its_handler_takes(
 
 
 def test_heartbeats_hold_messages_while_handlers_have_every_connection(
-    platform: EventSQL, queue: Queue, session: Connection, until: Until
+    platform: EventSQL, queue: Queue, session: Connection, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(held_messages, "HEARTBEATS", 100_000)
     slow = Slow()
 
     def visible_at() -> object:
         return session.execute("SELECT eql_visible_at FROM eventsql.queue_message").fetchone()
 
     queue.send(b"1")
-    with queue.work(slow, visibility_timeout=6.0) as workers, ExitStack() as others:
+    with queue.work(slow, visibility_timeout=3_600) as workers, ExitStack() as others:
         assert slow.begun.wait(60)
         while not platform.database.exhausted:
             others.enter_context(platform.database.connection())

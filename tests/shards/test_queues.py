@@ -23,7 +23,7 @@ from eventsql_orchestration.errors import (
     ShardError,
     ShardUnavailableError,
 )
-from eventsql_orchestration.queue import Message, NewMessage, Queue, QueueDefinition, list_queues
+from eventsql_orchestration.queue import Message, NewMessage, Queue, QueueDefinition, held_messages, list_queues
 from tests.shards.conftest import Databases, Open, Until
 
 
@@ -185,7 +185,10 @@ def test_a_batch_that_every_shard_refuses_raises_the_refusal_itself(platform: Ev
     assert not isinstance(caught.value, ShardError)
 
 
-def test_messages_of_other_shards_are_held_on_while_one_is_down(platform: EventSQL, until: Until) -> None:
+def test_messages_of_other_shards_are_held_on_while_one_is_down(
+    platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(held_messages, "HEARTBEATS", 100_000)
     queue, go_on = Queue(platform, "jobs"), threading.Event()
     queue.definition()
     for shard in platform.shards:
@@ -195,7 +198,7 @@ def test_messages_of_other_shards_are_held_on_while_one_is_down(platform: EventS
         assert go_on.wait(60)
 
     gone, other = platform.shards[:2]
-    with queue.work(slow, workers=3, visibility_timeout=6.0) as workers:
+    with queue.work(slow, workers=3, visibility_timeout=3_600) as workers:
         until(lambda: queue.statistics().in_flight == 3)
         gone.down = DatabaseUnavailableError("gone")
         with other.database.connection() as connection:
