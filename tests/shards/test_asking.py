@@ -16,6 +16,7 @@ from eventsql_orchestration.sharding import shard_of_key
 from eventsql_orchestration.shards import health
 from tests.shards.adding import KEYS
 from tests.shards.conftest import Databases, Open, Until
+from tests.waiting import PATIENCE
 
 NAMES = ["shard-1", "shard-2", "shard-3"]
 
@@ -92,16 +93,17 @@ def test_shards_that_do_not_answer_are_asked_side_by_side(
 
 
 def test_a_shard_that_does_not_answer_in_time_is_down_and_the_others_go_on(
-    dsns: list[str], silent: list[Silent], opened: Open, monkeypatch: pytest.MonkeyPatch
+    dsns: list[str], silent: list[Silent], opened: Open, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(health, "ANSWER_SECONDS", 4.0)
+    # The others have as long as they take.
+    monkeypatch.setattr(health, "_bound", lambda asked: 1.0 if asked.url.database == "silent" else PATIENCE)
     platform = opened(*dsns[:2], silent[0].url)
     platform.open()
-    assert silent[0].asked()
+    until(silent[0].asked)
     assert silent[0].is_awaited(), "it was not waited for until the connection failed"
     keys = {name: next(key for key in KEYS if shard_of_key(key, NAMES) == name) for name in NAMES}
     platform.publisher.publish_all(Publication("orders", b"1", key=keys[name]) for name in NAMES[:2])
-    with pytest.raises(ShardUnavailableError, match=r"'shard-3' is down: .* has not answered for 4 seconds"):
+    with pytest.raises(ShardUnavailableError, match=r"'shard-3' is down: .* has not answered for 1 seconds"):
         platform.publisher.publish(Publication("orders", b"1", key=keys["shard-3"]))
 
 
@@ -110,10 +112,10 @@ def test_a_shard_that_this_process_has_no_connection_left_for_is_not_down(
 ) -> None:
     platform = opened(*dsns)
     platform.open()
-    monkeypatch.setattr(health, "ANSWER_SECONDS", 1.0)
     database = platform.shards[0].database
-    with ExitStack() as stack:
-        for _ in range(30):
+    with ExitStack() as stack, monkeypatch.context() as patched:
+        patched.setattr(health, "_bound", lambda asked: 0.2 if asked is database else PATIENCE)
+        while not database.exhausted:
             stack.enter_context(database.connection())
         with pytest.raises(DatabaseBusyError, match="every connection of this process"):
             platform._cluster.refresh()
@@ -122,24 +124,21 @@ def test_a_shard_that_this_process_has_no_connection_left_for_is_not_down(
     assert states(platform) == ["takes events"] * 3
 
 
-def test_a_shard_is_asked_at_each_host_of_its_url(
-    dsns: list[str], silent: list[Silent], opened: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Shorter than the first host is waited for.
-    monkeypatch.setattr(health, "ANSWER_SECONDS", 1.9)
+def test_a_shard_is_asked_at_each_host_of_its_url(dsns: list[str], silent: list[Silent], opened: Open) -> None:
     own, other = conninfo_to_dict(dsns[2]), conninfo_to_dict(silent[0].url)
     hosts = f"host={other['host']},{own['host']}&port={other['port']},{own['port']}&connect_timeout=2"
     platform = opened(*dsns[:2], f"postgresql://{own['user']}:{own.get('password', '')}@/{own['dbname']}?{hosts}")
     platform.open()
     assert silent[0].asked()
     assert [member.down for member in platform._cluster.all()] == [None] * 3
-    assert health._bound(platform._cluster.named("shard-1").database) == 1.9
+    bounds = [health._bound(platform._cluster.named(name).database) - health.ANSWER_SECONDS for name in NAMES]
+    assert bounds == [0, 0, 2]
 
 
 def test_the_hosts_of_a_url_may_share_a_port(opened: Open) -> None:
     platform = opened("postgresql://user@/one?host=a,b&port=5432", "postgresql://user@/two?host=c&port=5432")
     alone, shared = (health._bound(shard.database) for shard in reversed(platform.shards))
-    assert shared > alone == health.ANSWER_SECONDS
+    assert (alone, shared) == (health.ANSWER_SECONDS, health.ANSWER_SECONDS + 10)
 
 
 def test_a_shard_that_no_thread_can_look_after_is_not_left_down(
