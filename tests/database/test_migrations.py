@@ -101,22 +101,19 @@ def test_a_process_that_waits_for_the_migration_of_a_newer_package_uses_its_sche
         assert older.revision() == "9999"
 
 
-def test_a_migration_outlasts_the_limits_of_its_role(fresh: str, until: Until) -> None:
-    limits = ("statement_timeout", "idle_in_transaction_session_timeout")
-    options = {"options": " ".join(f"-c {limit}=500" for limit in limits)}
-    waits = "SELECT FROM pg_locks WHERE NOT granted AND waitstart < clock_timestamp() - interval '1 s' AND objid = %s"
-    number = migrations._ADVISORY_LOCK & 0xFFFF_FFFF
-    with (
-        psycopg.connect(fresh, autocommit=True) as session,
-        Database(make_url(fresh).update_query_dict(options).render_as_string(False)) as database,
-        ThreadPoolExecutor(1) as executor,
-    ):
-        session.execute("SELECT pg_advisory_lock(%s)", [migrations._ADVISORY_LOCK])
-        migrating = executor.submit(database.migrate)
-        until(lambda: migrating.done() or session.execute(waits, [number]).rowcount)
-        session.execute("SELECT pg_advisory_unlock_all()")
-        migrating.result()
+def test_a_migration_outlasts_the_limits_of_its_role(fresh: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits, found, run = ("statement_timeout", "idle_in_transaction_session_timeout"), list[object](), migrations._run
+
+    def look(connection: sqlalchemy.Connection, *arguments: str) -> None:
+        found.extend(connection.exec_driver_sql(f"SHOW {limit}").scalar() for limit in limits)
+        run(connection, *arguments)
+
+    monkeypatch.setattr(migrations, "_run", look)
+    options = {"options": " ".join(f"-c {limit}=60s" for limit in limits)}
+    with Database(make_url(fresh).update_query_dict(options).render_as_string(False)) as database:
+        database.migrate()
         assert database.revision() == migrations.HEAD
+    assert found == ["0", "0"]
 
 
 def test_a_migration_that_fails_leaves_nothing_behind(fresh: str) -> None:

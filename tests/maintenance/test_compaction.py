@@ -281,22 +281,20 @@ def test_small_blocks_are_merged_however_well_they_are_compressed(platform: Even
     assert blocks(session) == 31
 
 
-def test_a_merge_outlasts_the_limit_of_a_statement(
-    single: EventSQL, direct_dsn: str, session: Connection, sessions: Sessions, until: Until
-) -> None:
-    other = sessions()
-    other.execute("SELECT FROM eventsql.orders_block WHERE eql_id = 5 FOR UPDATE")
-    waits = (
-        "SELECT FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock' "
-        "AND query_start < clock_timestamp() - interval '0.6 s'"
-    )
-    options = {"options": "-c statement_timeout=500"}
+@pytest.mark.usefixtures("single")
+def test_a_merge_outlasts_the_limit_of_a_statement(direct_dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    merge, limits = compacting.LogCompactor.merge, set[str]()
+
+    def look(self: compacting.LogCompactor, connection: Connection, **window: Any) -> compacting.Merged:
+        limits.update(*connection.execute("SHOW statement_timeout").fetchall())
+        return merge(self, connection, **window)
+
+    monkeypatch.setattr(compacting.LogCompactor, "merge", look)
+    options = {"options": "-c statement_timeout=60s"}
     dsn = make_url(direct_dsn).update_query_dict(options).render_as_string(False)
-    with EventSQL(dsn, transfer=False) as limited, ThreadPoolExecutor(1) as executor:
-        compacting = executor.submit(limited.compactor.execute, "orders")
-        until(lambda: compacting.done() or session.execute(waits).rowcount)
-        other.rollback()
-        assert compacting.result().blocks == 90
+    with EventSQL(dsn, transfer=False) as limited:
+        assert limited.compactor.execute("orders").blocks == 90
+    assert limits == {"0"}
 
 
 def test_a_change_of_the_form_between_two_windows_is_noticed(platform: EventSQL, session: Connection) -> None:

@@ -548,12 +548,25 @@ def test_waiting_for_others_ends_before_the_limit_of_a_statement(
     platform: EventSQL, direct_dsn: str, form: Storage, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(platform, "ann")
+    erase_buffered, limits = LogEraser.erase_buffered, set[str]()
+
+    def look(self: LogEraser, connection: Connection, **bounds: Any) -> Counter[str]:
+        limits.update(*connection.execute("SHOW lock_timeout").fetchall())
+        return erase_buffered(self, connection, **bounds)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LogEraser, "erase_buffered", look)
+        patched.setattr(erasure, "LOCK_SECONDS", 3_600)
+        dsn = make_url(direct_dsn).update_query_dict({"options": "-c statement_timeout=60s"}).render_as_string(False)
+        with EventSQL(dsn, transfer=False) as limited:
+            assert limited.eraser.execute("orders", ["ann"]).buffered == 1
+    assert limits == {"30s"}
+
+    monkeypatch.setattr(erasure, "LOCK_SECONDS", 0.05)
     monkeypatch.setattr(erasure, "RETRY_SECONDS", 0.0)
-    holder = sessions()
-    holder.execute("SELECT FROM eventsql.event_buffer_lock WHERE eql_topic = 'orders' FOR UPDATE")
-    dsn = make_url(direct_dsn).update_query_dict({"options": "-c statement_timeout=500"}).render_as_string(False)
-    with EventSQL(dsn, transfer=False) as other, pytest.raises(DatabaseBusyError):
-        other.eraser.execute("orders", ["ann"])
+    sessions().execute("SELECT FROM eventsql.event_buffer_lock WHERE eql_topic = 'orders' FOR UPDATE")
+    with pytest.raises(DatabaseBusyError, match="other transactions hold events"):
+        platform.eraser.execute("orders", ["ann"])
 
 
 @pytest.mark.parametrize(
@@ -689,27 +702,24 @@ def test_an_erasure_that_others_may_have_disturbed_is_not_recorded_as_finished(
 
 
 def test_an_erasure_outlasts_the_limit_of_a_transaction(
-    platform: EventSQL, direct_dsn: str, session: Connection, until: Until, monkeypatch: pytest.MonkeyPatch
+    platform: EventSQL, direct_dsn: str, session: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if session.info.server_version < 170000:
         pytest.skip("PostgreSQL has the limit from version 17 on")
-    erase = erasure._Run.erase
-    young = (
-        f"SELECT FROM pg_stat_activity JOIN ({HOLDERS}) holder USING (pid) "
-        "WHERE xact_start > clock_timestamp() - interval '0.6 s'"
-    )
+    hold, limits = erasure._Run.hold, list[Any]()
 
-    def take_long(self: Any, connection: Connection) -> None:
-        erase(self, connection)
-        until(lambda: not session.execute(young).rowcount)
+    def look(self: Any, holder: Connection) -> None:
+        hold(self, holder)
+        limits.append(holder.execute("SHOW transaction_timeout").fetchone())
 
     platform.registry.register_topic(Topic("orders"))
     publish(platform, "ann")
-    monkeypatch.setattr(erasure._Run, "erase", take_long)
-    options = {"options": "-c transaction_timeout=500"}
+    monkeypatch.setattr(erasure._Run, "hold", look)
+    options = {"options": "-c transaction_timeout=60s"}
     dsn = make_url(direct_dsn).update_query_dict(options).render_as_string(False)
     with EventSQL(dsn, transfer=False) as limited:
         assert limited.eraser.execute("orders", ["ann"]).buffered == 1
+    assert limits == [("0",)]
 
 
 def test_a_record_has_no_key_and_outlives_the_topic(platform: EventSQL, form: Storage) -> None:
