@@ -6,6 +6,7 @@ import random
 import re
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +14,7 @@ import psycopg
 import pytest
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
+from eventsql_orchestration.consuming import failures
 from eventsql_orchestration.consuming.claims import Claim, NoClaim
 from eventsql_orchestration.consuming.lag import LagCause
 from eventsql_orchestration.database import Connection
@@ -32,9 +34,10 @@ from eventsql_orchestration.storage import legacy_writer_trigger, segments
 from eventsql_orchestration.topics.partitioner import partition_of_key
 from eventsql_orchestration.topics.positions import AtOffset, Earliest, Latest, ShiftBy
 from tests.dying import repartition_and_die, repartition_until
-from tests.fixtures import Until
+from tests.fixtures import Until, UntilBlocked
 from tests.forms import in_blocks
 from tests.plain import REPLACE_ORDERS
+from tests.waiting import PATIENCE
 
 KEYS = [f"rider {number}" for number in range(40)]
 
@@ -316,11 +319,16 @@ def test_a_seek_that_would_tear_a_consumer_apart_moves_nothing(platform: EventSQ
     ].last_event_id
 
 
-def test_a_failing_event_holds_the_change_up_until_it_is_a_dead_letter(platform: EventSQL, orders: Orders) -> None:
+def test_a_failing_event_holds_the_change_up_until_it_is_a_dead_letter(
+    platform: EventSQL, orders: Orders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for pause in ("FIRST_BACKOFF", "MAX_BACKOFF"):
+        monkeypatch.setattr(failures, pause, 3_600.0)
     orders.publish(30)
-    platform.registry.register_consumer(Consumer("orders", "mailer", partitioned=True), max_attempts=1)
+    platform.registry.register_consumer(Consumer("orders", "mailer", partitioned=True), max_attempts=2)
     poison = platform.reader.read("orders", partition=1, limit=1)[0]
-    platform.repartitioner.repartition("orders", 1)
+    changed = platform.repartitioner.repartition("orders", 1)
+    assert changed is not None
 
     def handle(events: Sequence[Event], connection: Connection) -> None:
         if poison.id in [event.id for event in events]:
@@ -329,12 +337,14 @@ def test_a_failing_event_holds_the_change_up_until_it_is_a_dead_letter(platform:
 
     while platform.consumers.consume_once("orders", "mailer", handle):
         pass
-    assert [event.key for event in platform.reader.read("orders_dlt")] in ([], [poison.key])
-    platform.transfer.run_once()
+    assert (partitions(platform), untils(platform)) == ([0, 1, 2], {changed.after})
+    with platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.consumer SET eql_retry_at = now() WHERE eql_retry_at IS NOT NULL")
     while platform.consumers.consume_once("orders", "mailer", handle):
         pass
     assert partitions(platform) == [0]
-    assert len(platform.reader.read("orders_dlt")) == 1
+    platform.transfer.run_once()
+    assert [event.key for event in platform.reader.read("orders_dlt")] == [poison.key]
 
 
 def test_retention_keeps_what_later_layouts_have_for_a_consumer(platform: EventSQL, orders: Orders) -> None:
@@ -591,27 +601,30 @@ def test_a_publisher_that_does_not_end_leaves_everything_as_it_was(
     assert partitions(platform) == [0, 1, 2]
 
 
-def test_a_handler_that_publishes_and_a_change_do_not_wait_for_each_other(platform: EventSQL, orders: Orders) -> None:
+def test_a_handler_that_publishes_and_a_change_do_not_wait_for_each_other(
+    platform: EventSQL, orders: Orders, until_blocked: UntilBlocked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for limit in ("CONSUMER_SECONDS", "BUFFER_SECONDS"):
+        monkeypatch.setattr(repartitioning, limit, PATIENCE)
     platform.registry.register_topic(Topic("mails"))
     orders.publish(20)
     inside, go_on = threading.Event(), threading.Event()
 
     def handle(events: Sequence[Event], connection: Connection) -> None:
         inside.set()
-        assert go_on.wait(60)
+        assert go_on.wait(PATIENCE)
         platform.publisher.publish(Publication("mails", b""), connection=connection)
         orders.handle(events)
 
-    consuming = threading.Thread(
-        target=platform.consumers.consume_once, args=("orders", "mailer", handle), kwargs={"max_events": 1}
-    )
-    consuming.start()
-    assert inside.wait(60)
-    changing = threading.Thread(target=platform.repartitioner.repartition, args=("orders", 2))
-    changing.start()
-    go_on.set()
-    consuming.join(60)
-    changing.join(60)
+    with ThreadPoolExecutor(2) as executor:
+        consuming = executor.submit(platform.consumers.consume_once, "orders", "mailer", handle, max_events=1)
+        assert inside.wait(PATIENCE)
+        # In one attempt: a deadlock would end it.
+        changing = executor.submit(platform.repartitioner.repartition, "orders", 2, timeout=0.0)
+        until_blocked()
+        go_on.set()
+        assert consuming.result()
+        assert changing.result()
     assert platform.registry.topic("orders").partitions == 2
     orders.consume()
     orders.check()
