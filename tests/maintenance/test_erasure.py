@@ -17,6 +17,7 @@ from sqlalchemy import make_url
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.claim_values import Claim
 from eventsql_orchestration.consuming.dead_letter_values import DeadLetterCause
+from eventsql_orchestration.consuming.handlers import BatchHandler
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.tables import DROPPED
 from eventsql_orchestration.errors import (
@@ -59,17 +60,43 @@ def form(request: pytest.FixtureRequest) -> Storage:
     return found
 
 
-@pytest.fixture
-def in_a_handler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A handler that erases would wait for its own transaction, which sees the former rows."""
-    monkeypatch.setattr(erasing, "VACUUM_SECONDS", 0.0)
-
-
 def publish(platform: EventSQL, *keys: str | None, value: bytes = SECRET) -> None:
     platform.publisher.publish_all(
         Publication("orders", value + b" %d" % number, key=key, metadata={"of": value.decode()} if number % 2 else {})
         for number, key in enumerate(keys)
     )
+
+
+def store(platform: EventSQL, *keys: str, attempts: int = 1, partitioned: bool = False) -> None:
+    """Register a consumer, and have an event of each key in the log."""
+    platform.registry.register_consumer(Consumer("orders", "mailer", partitioned), max_attempts=attempts)
+    publish(platform, *keys)
+    platform.transfer.run_once()
+
+
+def refuse(events: Sequence[Event], _connection: Connection | None = None) -> None:
+    """A handler whose error quotes the event."""
+    raise ValueError("no value" if events[0].erased else events[0].value.decode())
+
+
+def give_up(platform: EventSQL, handler: BatchHandler = refuse) -> None:
+    """Let the consumer make dead letters of all its events."""
+    while platform.consumers.consume_once("orders", "mailer", handler):
+        pass
+    platform.transfer.run_once()
+
+
+@pytest.fixture
+def erase_and_refuse(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> BatchHandler:
+    """A handler that erases the event that it holds, and fails."""
+    # It would wait for its own transaction, which sees the former rows.
+    monkeypatch.setattr(erasing, "VACUUM_SECONDS", 0.0)
+
+    def handle(events: Sequence[Event], connection: Connection) -> None:
+        platform.eraser.execute("orders", ["ann"])
+        refuse(events, connection)
+
+    return handle
 
 
 def events(platform: EventSQL, topic: str = "orders") -> list[Event]:
@@ -130,13 +157,7 @@ def test_the_events_of_a_key_lose_value_and_metadata_and_keep_their_offsets(plat
 
 
 def test_nothing_of_the_events_is_left_in_any_table(platform: EventSQL, form: Storage) -> None:
-    platform.registry.register_consumer(Consumer("orders", "mailer"), max_attempts=1)
-    publish(platform, *["ann"] * 5)
-    platform.transfer.run_once()
-
-    def refuse(events: Sequence[Event], connection: Connection) -> None:
-        raise ValueError(events[0].value.decode())
-
+    store(platform, *["ann"] * 5)
     while platform.consumers.consume_once("orders", "mailer", refuse):
         if platform.buffered():
             break
@@ -212,20 +233,16 @@ def test_events_in_several_ranges_and_segments_are_erased(
 
 
 def test_a_consumer_gets_an_erased_event_and_its_dead_letter_stays_erased(platform: EventSQL, form: Storage) -> None:
-    platform.registry.register_consumer(Consumer("orders", "mailer"), max_attempts=1)
-    publish(platform, "ann")
-    platform.transfer.run_once()
+    store(platform, "ann")
     platform.eraser.execute("orders", ["ann"])
     seen: list[Event] = []
 
-    def refuse(events: Sequence[Event], connection: Connection) -> None:
+    def see_and_refuse(events: Sequence[Event], connection: Connection) -> None:
         seen.extend(events)
-        raise ValueError("no value")
+        refuse(events, connection)
 
-    while platform.consumers.consume_once("orders", "mailer", refuse):
-        pass
+    give_up(platform, see_and_refuse)
     assert [(each.erased, each.value) for each in seen] == [(True, None)]
-    platform.transfer.run_once()
     (letter,) = platform.dead_letters.list("orders")
     assert letter.erased
     assert letter.consumer == "mailer"
@@ -234,34 +251,20 @@ def test_a_consumer_gets_an_erased_event_and_its_dead_letter_stays_erased(platfo
 
 
 def test_dead_letters_keep_their_cause_and_lose_what_quotes_the_event(platform: EventSQL, form: Storage) -> None:
-    platform.registry.register_consumer(Consumer("orders", "mailer"), max_attempts=1)
-    publish(platform, "ann", "bob")
-    platform.transfer.run_once()
-
-    def refuse(events: Sequence[Event], connection: Connection) -> None:
-        raise KeyError(events[0].value)
-
-    while platform.consumers.consume_once("orders", "mailer", refuse):
-        pass
-    platform.transfer.run_once()
+    store(platform, "ann", "bob")
+    give_up(platform)
     assert platform.eraser.execute("orders", ["ann"]).dead_letters == 1
     letters = {each.key: each for each in platform.dead_letters.list("orders")}
     assert letters["ann"].erased
     assert not letters["bob"].erased
     assert letters["ann"].origin is not None
-    assert letters["ann"].metadata["dlt_exception"] == "KeyError"
+    assert letters["ann"].metadata["dlt_exception"] == "ValueError"
     assert "dlt_message" not in letters["ann"].metadata
     assert platform.dead_letters.redrive("orders") == 1
 
 
 def test_the_failure_of_an_erased_event_is_not_shown_any_more(platform: EventSQL, form: Storage) -> None:
-    platform.registry.register_consumer(Consumer("orders", "mailer"), max_attempts=5)
-    publish(platform, "ann")
-    platform.transfer.run_once()
-
-    def refuse(events: Sequence[Event], connection: Connection) -> None:
-        raise ValueError(events[0].value.decode())
-
+    store(platform, "ann", attempts=5)
     for _ in range(3):
         platform.consumers.consume_once("orders", "mailer", refuse)
     assert "consumer" in tables_with(platform)
@@ -273,14 +276,8 @@ def test_the_failure_of_an_erased_event_is_not_shown_any_more(platform: EventSQL
 def test_the_failures_of_a_topic_consumed_as_a_queue_are_not_shown_any_more(
     platform: EventSQL, form: Storage, until: Until
 ) -> None:
-    platform.registry.register_consumer(Consumer("orders", "mailer", partitioned=True), max_attempts=5)
-    publish(platform, "ann", "bob")
-    platform.transfer.run_once()
-
-    def refuse(event: Event) -> None:
-        raise ValueError(event.value.decode())
-
-    with platform.consumers.start_queue("orders", "mailer", refuse, polling_delay=0.02):
+    store(platform, "ann", "bob", attempts=5, partitioned=True)
+    with platform.consumers.start_queue("orders", "mailer", lambda event: refuse([event]), polling_delay=0.02):
         until(lambda: "consumer_delivery" in tables_with(platform, b"the secret of ann 0"))
     platform.eraser.execute("orders", ["ann"])
     assert tables_with(platform, b"the secret of ann 0") == set()
@@ -306,28 +303,20 @@ def test_the_failure_of_a_range_that_quotes_a_later_event_is_not_shown_any_more(
 # Beside others
 
 
-@pytest.mark.usefixtures("in_a_handler")
-def test_a_failure_that_is_noted_after_the_erasure_quotes_nothing(platform: EventSQL, form: Storage) -> None:
-    platform.registry.register_consumer(Consumer("orders", "mailer"), max_attempts=5)
-    publish(platform, "ann")
-    platform.transfer.run_once()
-
-    def erase_and_refuse(events: Sequence[Event], connection: Connection) -> None:
-        platform.eraser.execute("orders", ["ann"])
-        raise ValueError(events[0].value.decode())
-
+def test_a_failure_that_is_noted_after_the_erasure_quotes_nothing(
+    platform: EventSQL, form: Storage, erase_and_refuse: BatchHandler
+) -> None:
+    store(platform, "ann", attempts=5)
     platform.consumers.consume_once("orders", "mailer", erase_and_refuse)
     assert [each.failure for each in platform.registry.consumer("orders", "mailer")] == [FAILURE]
     assert tables_with(platform) == set()
 
 
-@pytest.mark.usefixtures("in_a_handler")
 def test_a_failed_delivery_that_is_noted_after_the_erasure_quotes_nothing(
-    platform: EventSQL, form: Storage, until: Until
+    platform: EventSQL, form: Storage, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    platform.registry.register_consumer(Consumer("orders", "mailer"), max_attempts=5)
-    publish(platform, "ann")
-    platform.transfer.run_once()
+    monkeypatch.setattr(erasing, "VACUUM_SECONDS", 0.0)
+    store(platform, "ann", attempts=5)
 
     def erase_and_refuse(event: Event) -> None:
         value = event.value or SECRET
@@ -339,24 +328,16 @@ def test_a_failed_delivery_that_is_noted_after_the_erasure_quotes_nothing(
     assert tables_with(platform) == set()
 
 
-@pytest.mark.usefixtures("in_a_handler")
 def test_a_dead_letter_factory_sees_nothing_of_an_event_that_was_erased_meanwhile(
-    platform: EventSQL, form: Storage
+    platform: EventSQL, form: Storage, erase_and_refuse: BatchHandler
 ) -> None:
-    platform.registry.register_consumer(Consumer("orders", "mailer"), max_attempts=1)
-    publish(platform, "ann")
-    platform.transfer.run_once()
+    store(platform, "ann")
     seen: list[str] = []
 
     def note(event: Event, cause: DeadLetterCause) -> None:
         seen.append(f"{event.value!r} {cause.message} {cause.error} {cause.error.__cause__}")
 
     platform.dead_letters.configure(note)
-
-    def erase_and_refuse(events: Sequence[Event], connection: Connection) -> None:
-        platform.eraser.execute("orders", ["ann"])
-        raise ValueError(events[0].value.decode())
-
     platform.consumers.consume_once("orders", "mailer", erase_and_refuse)
     assert len(seen) == 1
     assert SECRET.decode() not in seen[0]
@@ -385,38 +366,23 @@ def test_staged_events_that_are_copied_to_the_buffer_wait_for_their_erasure(
     assert {event.key: event.value for event in events(platform)} == {"ann": b"", "bob": SECRET}
 
 
-@pytest.mark.usefixtures("in_a_handler")
-def test_a_consumer_that_holds_an_event_makes_no_dead_letter_of_its_value(platform: EventSQL, form: Storage) -> None:
-    platform.registry.register_consumer(Consumer("orders", "mailer"), max_attempts=1)
-    publish(platform, "ann")
-    platform.transfer.run_once()
-
-    def erase_and_refuse(events: Sequence[Event], connection: Connection) -> None:
-        if not events[0].erased:
-            platform.eraser.execute("orders", ["ann"])
-            raise ValueError(events[0].value.decode())
-        raise ValueError("no value")
-
-    while platform.consumers.consume_once("orders", "mailer", erase_and_refuse):
-        pass
-    platform.transfer.run_once()
+def test_a_consumer_that_holds_an_event_makes_no_dead_letter_of_its_value(
+    platform: EventSQL, form: Storage, erase_and_refuse: BatchHandler
+) -> None:
+    store(platform, "ann")
+    give_up(platform, erase_and_refuse)
     (letter,) = platform.dead_letters.list("orders")
     assert letter.erased
     assert tables_with(platform) == set()
 
 
-@pytest.mark.usefixtures("in_a_handler")
 def test_a_dead_letter_topic_that_is_registered_during_an_erasure_keeps_no_value(
     platform: EventSQL, form: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(erasing, "VACUUM_SECONDS", 0.0)
     platform.registry.unregister_topic("orders_dlt")
-    platform.registry.register_consumer(Consumer("orders", "mailer"), max_attempts=1)
-    publish(platform, "ann")
-    platform.transfer.run_once()
+    store(platform, "ann")
     erase = LogEraser.erase
-
-    def refuse(events: Sequence[Event], connection: Connection) -> None:
-        raise ValueError(events[0].value)
 
     def bury_before(self: LogEraser, connection: Connection, *, after: int, upto: int) -> Counter[str]:
         platform.registry.register_topic(Topic("orders_dlt"))
@@ -436,16 +402,8 @@ def test_a_dead_letter_topic_that_is_registered_during_an_erasure_keeps_no_value
 def test_an_erasure_waits_for_dead_letters_that_are_being_redriven(
     platform: EventSQL, direct_dsn: str, form: Storage, sessions: Sessions, until_blocked: UntilBlocked
 ) -> None:
-    platform.registry.register_consumer(Consumer("orders", "mailer"), max_attempts=1)
-    publish(platform, "ann")
-    platform.transfer.run_once()
-
-    def refuse(events: Sequence[Event], connection: Connection) -> None:
-        raise ValueError("no")
-
-    while platform.consumers.consume_once("orders", "mailer", refuse):
-        pass
-    platform.transfer.run_once()
+    store(platform, "ann")
+    give_up(platform)
     # A redrive has read the letter, and stops before it publishes.
     gate = sessions()
     gate.execute("LOCK TABLE eventsql.event_buffer IN SHARE MODE")
