@@ -22,7 +22,6 @@ from tests.forms import in_blocks, stored
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from eventsql_orchestration.consuming.leases import Lease
     from eventsql_orchestration.database import Connection
     from tests.fixtures import Until
 
@@ -76,8 +75,19 @@ def publish(platform: EventSQL, *values: int, topic: str = "orders") -> None:
         platform.publisher.publish(Publication(topic, b"%d" % value))
 
 
+def store(platform: EventSQL) -> None:
+    """Have twenty events in the log for a consumer."""
+    platform.registry.register_consumer(Consumer("orders", "mailer"))
+    publish(platform, *range(20))
+    platform.transfer.run_once()
+
+
+def numbers(events: Sequence[Event]) -> list[int]:
+    return [int(event.value) for event in events]
+
+
 def read(platform: EventSQL, topic: str = "orders") -> list[int]:
-    return [int(event.value) for event in platform.reader.read(topic)]
+    return numbers(platform.reader.read(topic))
 
 
 def sizes(session: Connection) -> list[int]:
@@ -311,53 +321,35 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_a_consumer_reads_fewer_events_at_once(platform: EventSQL, reads: list[int]) -> None:
-    platform.registry.register_consumer(Consumer("orders", "mailer"))
-    publish(platform, *range(20))
-    platform.transfer.run_once()
+    store(platform)
     seen: list[int] = []
-
-    def handle(events: Sequence[Event], connection: Connection) -> None:
-        seen.extend(int(event.value) for event in events)
-
-    while platform.consumers.consume_once("orders", "mailer", handle):
+    while platform.consumers.consume_once("orders", "mailer", lambda events, _: seen.extend(numbers(events))):
         pass
     assert seen == list(range(20))
 
 
 def test_a_claim_is_processed_in_smaller_batches(platform: EventSQL, reads: list[int]) -> None:
-    platform.registry.register_consumer(Consumer("orders", "mailer"))
-    publish(platform, *range(20))
-    platform.transfer.run_once()
+    store(platform)
     seen: list[int] = []
-
-    def handle(events: Sequence[Event], connection: Connection) -> None:
-        seen.extend(int(event.value) for event in events)
-
     claim = platform.claims.claim("orders", "mailer", -1, owner="me")
     assert isinstance(claim, Claim)
-    assert [int(event.value) for event in platform.claims.read(claim)] == list(range(20))
-    assert platform.claims.process(claim, handle).consumed == 20
+    assert numbers(platform.claims.read(claim)) == list(range(20))
+    assert platform.claims.process(claim, lambda events, _: seen.extend(numbers(events))).consumed == 20
     assert seen == list(range(20))
 
 
 def test_a_leased_consumer_reads_its_range_in_parts(platform: EventSQL, reads: list[int], until: Until) -> None:
-    platform.registry.register_consumer(Consumer("orders", "mailer"))
-    publish(platform, *range(20))
-    platform.transfer.run_once()
+    store(platform)
     seen: list[int] = []
-
-    def handle(events: Sequence[Event], lease: Lease) -> None:
-        seen.extend(int(event.value) for event in events)
-
-    with platform.consumers.start_leased("orders", "mailer", handle, polling_delay=0.01):
+    with platform.consumers.start_leased(
+        "orders", "mailer", lambda events, _: seen.extend(numbers(events)), polling_delay=0.01
+    ):
         until(lambda: len(seen) >= 20)
     assert seen == list(range(20))
 
 
 def test_a_single_event_that_cannot_be_read_is_an_error(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
-    platform.registry.register_consumer(Consumer("orders", "mailer"))
-    publish(platform, *range(20))
-    platform.transfer.run_once()
+    store(platform)
 
     def cancelled(self: LogReader, connection: Connection, *_: Any, **__: Any) -> list[Event]:
         connection.execute("DO $$ BEGIN RAISE EXCEPTION 'too much' USING ERRCODE = '57014'; END $$")
@@ -386,9 +378,7 @@ def test_letters_are_redriven_in_smaller_batches(
 
 def test_a_consumer_tries_larger_reads_again_after_some_smaller_ones(platform: EventSQL, reads: list[int]) -> None:
     platform.shards[0].consumers.commit_retry = CommitRetryLimits(batches=2)
-    platform.registry.register_consumer(Consumer("orders", "mailer"))
-    publish(platform, *range(20))
-    platform.transfer.run_once()
+    store(platform)
     while platform.consumers.consume_once("orders", "mailer", lambda _events, _connection: None, max_events=8):
         pass
     assert reads == [-8, -4, 2, 2, 2, -4, 2, 2, 2, -4, 2, 2, 2, 2, 0]

@@ -68,14 +68,6 @@ def transfers(database: Database) -> Iterator[Callable[..., Transfer]]:
 # What is moved
 
 
-def test_events_are_moved_once_and_in_the_order_of_the_buffer(platform: EventSQL) -> None:
-    platform.publisher.publish_all(order(number) for number in range(100))
-    platform.publisher.publish(order("last"))
-    assert platform.transfer.run_once() == {"orders": 101}
-    assert platform.transfer.run_once() == {}
-    check_order(platform.reader.read("orders"), [*map(str, range(100)), "last"])
-
-
 def test_an_event_keeps_everything_and_the_time_of_its_publication(platform: EventSQL, sessions: Sessions) -> None:
     platform.publisher.publish(order("x", key="42", metadata={"source": "web"}))
     session = sessions()
@@ -115,6 +107,7 @@ def test_batches_of_any_size_move_everything(
     platform.publisher.publish_all(order(number) for number in range(10))
     platform.publisher.publish_all(Publication("payments", b"") for _ in range(7))
     assert transfers(batch=batch).run_once() == {"orders": 10, "payments": 7}
+    assert platform.transfer.run_once() == {}
     check_order(platform.reader.read("orders"), [str(number) for number in range(10)])
 
 
@@ -316,44 +309,6 @@ def test_many_transfers_and_publishers_at_once_lose_repeat_and_reorder_nothing(
         for topic in ("orders", "payments"):
             numbers = [int(e.value) for e in events if e.key == str(publisher) and e.topic == topic]
             assert numbers == sorted(set(numbers))
-
-
-def test_a_key_keeps_its_order_over_publishers_that_take_turns_and_transactions_that_commit_late(
-    platform: EventSQL, sessions: Sessions
-) -> None:
-    drawn = random.Random(7)
-    late = [sessions() for _ in range(3)]
-    keys = {f"key {number}": 0 for number in range(6)}
-    open_keys: dict[int, list[str]] = {}
-    for _ in range(120):
-        step = drawn.random()
-        free = [key for key in keys if all(key not in held for held in open_keys.values())]
-        if step < 0.25 and len(open_keys) < len(late) and free:
-            # Whoever publishes a key next does so after this transaction has ended, as one who knows of it must.
-            number = next(number for number in range(len(late)) if number not in open_keys)
-            open_keys[number] = drawn.sample(free, k=min(2, len(free)))
-            for key in open_keys[number]:
-                platform.publisher.publish(order(keys[key], key=key), connection=late[number])
-                keys[key] += 1
-        elif step < 0.45 and open_keys:
-            number = drawn.choice(sorted(open_keys))
-            late[number].commit()
-            del open_keys[number]
-        elif step < 0.7:
-            platform.transfer.run_once()
-        elif free:
-            chosen = drawn.sample(free, k=min(3, len(free)))
-            platform.publisher.publish_all(order(keys[key], key=key) for key in chosen)
-            for key in chosen:
-                keys[key] += 1
-    for session in late:
-        session.commit()
-    platform.transfer.run_once()
-    events = platform.reader.read("orders")
-    for key, count in keys.items():
-        assert [int(event.value) for event in events if event.key == key] == list(range(count))
-        assert len({event.partition for event in events if event.key == key}) <= 1
-    assert sum(keys.values()) > 100
 
 
 # Fairness
