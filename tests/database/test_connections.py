@@ -57,11 +57,6 @@ def test_a_connection_to_another_database_is_refused_with_both_names_and_goes_on
         assert mine.execute("SELECT count(*) FROM accounts").fetchone() == (0,)
 
 
-def test_the_same_database_by_another_name_takes_part(database: Database, dsn: str) -> None:
-    with psycopg.connect(by_another_name(dsn)) as mine, database.callers(mine) as joined:
-        assert joined is mine
-
-
 def test_a_role_that_may_not_ask_who_the_server_is_is_not_refused(database: Database, dsn: str) -> None:
     with database.connection() as connection:
         connection.execute("REVOKE EXECUTE ON FUNCTION pg_control_system() FROM PUBLIC")

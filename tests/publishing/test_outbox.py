@@ -75,17 +75,6 @@ def test_the_server_is_asked_once_whether_another_name_is_the_same_database(
     assert platform.transfer.run_once() == {"orders": 2}
 
 
-def test_an_outbox_of_sqlalchemy_in_autocommit_is_refused(platform: EventSQL, dsn: str) -> None:
-    engine = sqlalchemy.create_engine(
-        dsn.replace("postgresql://", "postgresql+psycopg://"), isolation_level="AUTOCOMMIT"
-    )
-    for publish in both_ways(platform):
-        with engine.begin() as mine, pytest.raises(ValidationError, match="AUTOCOMMIT"):
-            publish(mine)
-    engine.dispose()
-    assert platform.transfer.run_once() == {}
-
-
 # What is no publication
 
 
