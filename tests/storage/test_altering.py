@@ -132,7 +132,7 @@ def test_a_log_without_events_changes_as_a_whole(platform: EventSQL, session: Co
     check_whole(list(platform.reader.read("orders")), 10)
 
 
-def test_a_reader_that_has_not_noticed_that_a_log_has_one_form_again_goes_on(
+def test_retention_drops_segments_of_both_forms_and_a_reader_that_has_not_noticed_goes_on(
     platform: EventSQL, session: Connection, storage: Storage
 ) -> None:
     publish(platform, 0, 90)
@@ -142,8 +142,12 @@ def test_a_reader_that_has_not_noticed_that_a_log_has_one_form_again_goes_on(
     both = log_form.form_now(session, "eventsql", "orders")
     assert both.both
     platform.registry.set_retention("orders", Retention(events=100))
-    platform.retention.run_once(["orders"])
+    (dropped,) = platform.retention.run_once(["orders"])
+    assert dropped.segments >= 1
     found = list(platform.reader.read("orders"))
+    left = sorted(int(event.value) for event in found)
+    assert left == list(range(left[0], 390))
+    assert not log_form.form_now(session, "eventsql", "orders").both
     name = "both, new blocks" if both.writes_blocks else "both, new rows"
     for read in (platform.reader.read, lambda topic: platform.reader.read(topic, partition=1)):
         expected = list(read("orders"))
@@ -152,30 +156,14 @@ def test_a_reader_that_has_not_noticed_that_a_log_has_one_form_again_goes_on(
         log_form.learn(session, "eventsql", "orders", name)
         assert platform.reader.count("orders") == len(found)
     log_form.forget(session, "eventsql", "orders")
+    publish(platform, 390, 10)
     # The view of blocks that a log in rows keeps is in the way of nothing.
     platform.registry.set_storage("orders", storage)
-    publish(platform, 390, 10)
-    assert platform.reader.count("orders") == len(found) + 10
+    publish(platform, 400, 10)
+    assert platform.reader.count("orders") == len(found) + 20
     platform.registry.unregister_topic("orders", force=True)
-    left = session.execute("SELECT relname FROM pg_class WHERE relname ~ '^orders_(event|block|rows|array)'").fetchall()
-    assert left == []
-
-
-def test_retention_drops_segments_of_both_forms_and_leaves_one(
-    platform: EventSQL, session: Connection, storage: Storage
-) -> None:
-    publish(platform, 0, 90)
-    platform.registry.set_storage("orders", OTHER[storage])
-    for first in range(90, 390, 60):
-        publish(platform, first, 60)
-    platform.registry.set_retention("orders", Retention(events=100))
-    (dropped,) = platform.retention.run_once(["orders"])
-    assert dropped.segments >= 1
-    left = [int(event.value) for event in platform.reader.read("orders")]
-    assert sorted(left) == list(range(min(left), 390))
-    assert not log_form.form_now(session, "eventsql", "orders").both
-    publish(platform, 390, 10)
-    assert platform.reader.count("orders") == len(left) + 10
+    tables = session.execute("SELECT FROM pg_class WHERE relname ~ '^orders_(event|block|rows|array)'")
+    assert tables.rowcount == 0
 
 
 def test_retention_leaves_both_forms_while_events_are_erased(
@@ -193,31 +181,24 @@ def test_retention_leaves_both_forms_while_events_are_erased(
     assert platform.reader.count("orders") == 90
 
 
-def test_a_sequence_that_stands_behind_events_of_the_former_form_is_found(
-    platform: EventSQL, session: Connection, storage: Storage
+@pytest.mark.parametrize(
+    ("last", "reason"),
+    [
+        (5, "orders_block has id 90: new ids would be smaller"),
+        # As after a restore: the largest id in the log.
+        (90, "the ids up to 99 are of segments of another form"),
+    ],
+)
+def test_a_sequence_that_stands_behind_the_segments_of_the_former_form_is_found(
+    platform: EventSQL, session: Connection, storage: Storage, last: int, reason: str
 ) -> None:
     publish(platform, 0, 90)
     platform.registry.set_storage("orders", OTHER[storage])
     assert sequences.faults(session, "eventsql", ["orders"]) == []
     table = log_form.written_table(session, "eventsql", "orders")
-    session.execute("SELECT setval(pg_get_serial_sequence(%s, 'eql_id'), 5)", [f"eventsql.{table}"])
+    session.execute("SELECT setval(pg_get_serial_sequence(%s, 'eql_id'), %s)", [f"eventsql.{table}", last])
     (fault,) = sequences.faults(session, "eventsql", ["orders"])
-    assert "is at 5, and orders_block has id 90" in str(fault)
-    assert "greatest(99," in str(fault), "new ids begin in a segment of the new form"
-    publish(platform, 90, 10)
-    assert sequences.faults(session, "eventsql", ["orders"]) == []
-    check_whole(list(platform.reader.read("orders")), 100)
-
-
-def test_a_sequence_that_stands_at_the_last_event_of_the_former_form_is_found(
-    platform: EventSQL, session: Connection, storage: Storage
-) -> None:
-    publish(platform, 0, 90)
-    platform.registry.set_storage("orders", OTHER[storage])
-    table = log_form.written_table(session, "eventsql", "orders")
-    # As after a restore: the largest id in the log.
-    session.execute("SELECT setval(pg_get_serial_sequence(%s, 'eql_id'), 90)", [f"eventsql.{table}"])
-    (fault,) = sequences.faults(session, "eventsql", ["orders"])
+    assert f"is at {last}, and {reason}" in str(fault)
     assert "greatest(99," in str(fault), "new ids begin in a segment of the new form"
     publish(platform, 90, 10)
     assert sequences.faults(session, "eventsql", ["orders"]) == []
