@@ -318,6 +318,13 @@ def administrator(server: EmbeddedPostgres) -> Iterator[Administrator]:
     opened.close()
 
 
+@pytest.fixture
+def fresh(administrator: Administrator) -> Iterator[str]:
+    """A database with nothing in it."""
+    with administrator.copied(template="template1") as dsn:
+        yield dsn
+
+
 @pytest.fixture(scope="module")
 def prepared(administrator: Administrator) -> Iterator[Prepared]:
     """Databases that a module's tests copy. A function fills each once.

@@ -8,7 +8,7 @@ import re
 import shlex
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -23,19 +23,11 @@ from eventsql_orchestration.database import Connection, migrations
 from eventsql_orchestration.errors import DatabaseFullError, DatabaseUnavailableError, MissingExtraError
 from eventsql_orchestration.spark.java import JavaRuntime
 from tests.cli.conftest import Run, Start
-from tests.conftest import Administrator
 from tests.fixtures import UntilBlocked
 from tests.forms import stored
 from tests.waiting import PATIENCE, wait_until
 
 TOPIC = "account_created"
-
-
-@pytest.fixture
-def empty(administrator: Administrator) -> Iterator[str]:
-    """A database without the platform's tables."""
-    with administrator.copied(template="template1") as dsn:
-        yield dsn
 
 
 def prepare(platform: EventSQL) -> None:
@@ -63,21 +55,21 @@ def publish(platform: EventSQL, *values: bytes) -> None:
 # migrate
 
 
-def test_the_time_zone_of_old_times_is_chosen_before_they_are_adopted(invoke: Run, empty: str) -> None:
-    unknown = invoke("--dsn", empty, "migrate", "--times-in", "Middle/Earth")
+def test_the_time_zone_of_old_times_is_chosen_before_they_are_adopted(invoke: Run, fresh: str) -> None:
+    unknown = invoke("--dsn", fresh, "migrate", "--times-in", "Middle/Earth")
     assert unknown.exit_code == 2
     assert "time zone 'Middle/Earth'" in unknown.stderr
-    assert invoke("--dsn", empty, "migrate", "--times-in", "Asia/Tokyo").exit_code == 0
-    late = invoke("--dsn", empty, "migrate", "--times-in", "Asia/Tokyo")
+    assert invoke("--dsn", fresh, "migrate", "--times-in", "Asia/Tokyo").exit_code == 0
+    late = invoke("--dsn", fresh, "migrate", "--times-in", "Asia/Tokyo")
     assert late.exit_code == 1
     assert "comes too late" in late.stderr
 
 
-def test_migrate_creates_the_tables_once(invoke: Run, empty: str) -> None:
-    first = invoke("--dsn", empty, "migrate")
+def test_migrate_creates_the_tables_once(invoke: Run, fresh: str) -> None:
+    first = invoke("--dsn", fresh, "migrate")
     assert (first.exit_code, first.stdout) == (0, "")
     assert f"is at revision {migrations.HEAD} now" in first.stderr
-    again = invoke("--dsn", empty, "migrate")
+    again = invoke("--dsn", fresh, "migrate")
     assert again.exit_code == 0
     assert f"was at revision {migrations.HEAD} already" in again.stderr
 
@@ -348,13 +340,13 @@ def test_a_compression_of_another_server_is_told(platform: EventSQL, run: Callab
 
 
 @pytest.mark.usefixtures("java")
-def test_missing_tables_are_a_problem_that_migrate_mends(invoke: Run, empty: str) -> None:
-    result = invoke("--dsn", empty, "doctor", "--json")
+def test_missing_tables_are_a_problem_that_migrate_mends(invoke: Run, fresh: str) -> None:
+    result = invoke("--dsn", fresh, "doctor", "--json")
     assert result.exit_code == 1
     schema = next(finding for finding in json.loads(result.stdout)["findings"] if finding["check"] == "schema")
     assert (schema["status"], schema["remedy"]) == ("problem", "eventsql migrate")
-    invoke("--dsn", empty, "migrate")
-    assert invoke("--dsn", empty, "doctor").exit_code == 0
+    invoke("--dsn", fresh, "migrate")
+    assert invoke("--dsn", fresh, "doctor").exit_code == 0
 
 
 @pytest.mark.usefixtures("java")

@@ -35,7 +35,6 @@ from eventsql_orchestration.errors import (
     TopicNotFoundError,
 )
 from eventsql_orchestration.storage.log_queries import LogQueries
-from tests.conftest import Administrator
 from tests.effects import stand_still, take_too_long
 
 SECRET = "s3cr3t w/ @:%+ ü"
@@ -612,13 +611,6 @@ def test_a_database_that_does_not_exist_is_named(server: EmbeddedPostgres) -> No
 
 
 # The schema
-
-
-@pytest.fixture
-def fresh(administrator: Administrator) -> Iterator[str]:
-    """A database with nothing in it."""
-    with administrator.copied(template="template1") as dsn:
-        yield dsn
 
 
 def test_a_missing_schema_is_made_on_first_use(fresh: str) -> None:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 
 import psycopg
-import pytest
 
 import eventsql_orchestration.database
 from eventsql_orchestration.database import Connection, migrations
-from tests.conftest import Administrator
 from tests.database.test_upgrades import upgrade
 
 FILES = {
@@ -41,13 +38,6 @@ NEWEST = {
     "views": ("0021", "947ded5aa036b014"),
 }
 """For each file of functions, the newest revision that installs it, and the digest of its statements."""
-
-
-@pytest.fixture
-def fresh(administrator: Administrator) -> Iterator[str]:
-    """A database with nothing in it."""
-    with administrator.copied(template="template1") as dsn:
-        yield dsn
 
 
 def names(file: str) -> list[str]:

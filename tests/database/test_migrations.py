@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import psycopg
@@ -20,13 +19,6 @@ from eventsql_orchestration.errors import DatabaseBusyError, DatabaseError
 from tests.conftest import Administrator
 from tests.fixtures import Sessions, Until, UntilBlocked, Worker
 from tests.forms import in_blocks, stored
-
-
-@pytest.fixture
-def fresh(administrator: Administrator) -> Iterator[str]:
-    """A database with nothing in it."""
-    with administrator.copied(template="template1") as dsn:
-        yield dsn
 
 
 @pytest.mark.filterwarnings("ignore:Did not recognize type 'xid8'")  # SQLAlchemy does not know it
