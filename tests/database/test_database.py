@@ -104,35 +104,21 @@ def test_a_statement_sees_what_was_committed_before_it_whatever_the_server_defau
             assert own.execute("SHOW transaction_isolation").fetchone() == ("read committed",)
 
 
-def test_a_row_factory_that_a_handler_set_does_not_outlive_it(database: Database) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("row_factory", dict_row), ("cursor_factory", psycopg.ClientCursor), ("prepare_threshold", None),
+        ("read_only", True), ("deferrable", True),
+    ],
+)  # fmt: skip
+def test_what_a_handler_set_on_its_connection_does_not_outlive_it(database: Database, name: str, value: object) -> None:
     with database.connection() as connection:
-        connection.row_factory = dict_row  # type: ignore[assignment]  # as a handler may do
+        before = getattr(connection, name)
+        setattr(connection, name, value)
     with database.connection() as connection:
-        assert connection.execute("SELECT 1").fetchone() == (1,)
-    assert registered(database) == 0
-
-
-def test_a_kind_of_cursor_that_a_handler_set_does_not_outlive_it(database: Database) -> None:
-    with database.connection() as connection:
-        connection.cursor_factory = psycopg.ClientCursor  # as a handler may do
-    with database.connection() as connection:
+        assert getattr(connection, name) == before != value
         assert connection.execute("SELECT 1", binary=True).fetchone() == (1,)
-
-
-def test_a_threshold_of_prepared_statements_that_a_handler_set_does_not_outlive_it(database: Database) -> None:
-    for _ in range(2):
-        with database.connection() as connection:
-            assert connection.prepare_threshold is not None
-            connection.prepare_threshold = None
-
-
-@pytest.mark.parametrize("name", ["read_only", "deferrable"])
-def test_a_kind_of_transaction_that_a_handler_set_does_not_outlive_it(database: Database, name: str) -> None:
-    with database.connection() as connection:
-        setattr(connection, name, True)
-    with database.transaction() as connection:
-        kind = connection.execute(f"SHOW transaction_{name}".encode()).fetchone()
-    assert kind == ("off",)
+    assert registered(database) == 0
 
 
 class DecimalAsText(StrDumper):
