@@ -50,15 +50,19 @@ def running(*dsns: str) -> Run:
     return run
 
 
+def publish_keys(run: Run) -> None:
+    """Publish an event for each key."""
+    run("publish", "orders", "--key", "key", stdin="".join(json.dumps({"key": key}) + "\n" for key in KEYS))
+    run("transfer", "--once")
+
+
 def prepare(platform: EventSQL) -> None:
     """Make a topic, a consumer and an event for each key."""
     run = running(*[shard.database.dsn for shard in platform.shards])
     run("migrate")
     run("topic", "create", "orders", "--partitions", 2, "--dead-letters")
     run("consumer", "create", "orders", "mailer", "--partitioned")
-    events = "".join(json.dumps({"key": key}) + "\n" for key in KEYS)
-    run("publish", "orders", "--key", "key", stdin=events)
-    run("transfer", "--once")
+    publish_keys(run)
 
 
 @pytest.fixture
@@ -88,6 +92,12 @@ def orders(run: Run) -> Run:
     return run
 
 
+@pytest.fixture
+def whole(orders: Run, dsns: list[str]) -> Run:
+    """Runs the program on all three databases."""
+    return running(*dsns)
+
+
 def test_migrate_makes_the_first_set(run: Run, dsns: list[str]) -> None:
     run("topic", "list", code=1)
     assert "shard 'shard-1': schema 'eventsql'" in run("migrate").stderr
@@ -101,12 +111,8 @@ def test_migrate_makes_the_first_set(run: Run, dsns: list[str]) -> None:
 
 
 def test_listings_carry_the_shards_names(orders: Run) -> None:
-    for listing in (
-        ("lag", "--json"),
-        ("consumer", "list", "--json"),
-        ("consumer", "describe", "orders", "mailer", "--json"),
-    ):
-        assert [(each["shard"], each["partition"]) for each in objects(orders(*listing))] == [
+    for listing in (("lag",), ("consumer", "list"), ("consumer", "describe", "orders", "mailer")):
+        assert [(each["shard"], each["partition"]) for each in objects(orders(*listing, "--json"))] == [
             (shard, partition) for shard in ("shard-1", "shard-2") for partition in (0, 1)
         ]
     assert sum(int(str(each["events"])) for each in objects(orders("lag", "--json"))) == len(KEYS)
@@ -182,7 +188,7 @@ def test_a_new_shard_without_a_url_that_can_be_used_is_refused(orders: Run, argu
     assert "s3cret" not in refused.output
 
 
-def test_a_shard_is_added_after_a_plan(orders: Run, dsns: list[str]) -> None:
+def test_a_shard_is_added_after_a_plan(orders: Run, whole: Run, dsns: list[str]) -> None:
     refused = orders("shard", "add", "--dsn", dsns[2], "--name", "0", code=2)
     assert "'0' is a number, as partitions are" in refused.stderr
     planned = orders("shard", "add", "--dsn", dsns[2], "--name", "west")
@@ -195,10 +201,6 @@ def test_a_shard_is_added_after_a_plan(orders: Run, dsns: list[str]) -> None:
     assert "shard 'west' takes events" in orders("shard", "add", "--dsn", dsns[2], "--execute").stderr
     assert "no URL leads to west" in orders("lag", code=2).stderr
     assert "'west' takes events already" in orders("shard", "add", "--dsn", dsns[2]).stderr
-
-    def whole(*arguments: object) -> Result:
-        return orders("--dsn", dsns[2], *arguments)
-
     assert [each["shard"] for each in objects(whole("shard", "list", "--json"))] == ["shard-1", "shard-2", "west"]
     status = json.loads(whole("shard", "status", "--json").stdout)
     assert status["unfinished"] == []
@@ -227,13 +229,9 @@ def test_a_database_that_a_server_keeps_for_maintenance_is_called_so(run: Run, d
     assert "'postgres' is the server's database for maintenance" in planned.stderr
 
 
-def test_a_shard_that_is_prepared_is_shown_with_what_is_to_be_done(orders: Run, dsns: list[str]) -> None:
+def test_a_shard_that_is_prepared_is_shown_with_what_is_to_be_done(orders: Run, whole: Run, dsns: list[str]) -> None:
     prepared = orders("shard", "add", "--dsn", dsns[2], "--name", "west", "--prepare")
     assert "shard 'west' takes no events yet: give its URL to every process" in prepared.stderr
-
-    def whole(*arguments: object) -> Result:
-        return orders("--dsn", dsns[2], *arguments)
-
     listed = objects(whole("shard", "list", "--json"))
     assert [(each["shard"], each["generation"], each["state"]) for each in listed] == [
         ("shard-1", 1, "takes events"), ("shard-2", 1, "takes events"), ("west", None, "prepared"),
@@ -255,14 +253,11 @@ def test_a_shard_that_is_prepared_is_shown_with_what_is_to_be_done(orders: Run, 
     running(dsns[2])("shard", "add", "--dsn", dsns[2], code=2)
 
 
-def test_a_consumer_that_is_held_back_is_told_in_the_same_words_everywhere(orders: Run, dsns: list[str]) -> None:
+def test_a_consumer_that_is_held_back_is_told_in_the_same_words_everywhere(
+    orders: Run, whole: Run, dsns: list[str]
+) -> None:
     orders("shard", "add", "--dsn", dsns[2], "--execute")
-
-    def whole(*arguments: object, stdin: str | None = None, code: int = 0) -> Result:
-        return orders("--dsn", dsns[2], *arguments, stdin=stdin, code=code)
-
-    whole("publish", "orders", "--key", "key", stdin="".join(json.dumps({"key": key}) + "\n" for key in KEYS))
-    whole("transfer", "--once")
+    publish_keys(whole)
     until = "until it has consumed the earlier events on shard-1, shard-2"
     of_new = [each for each in objects(whole("lag", "--json")) if each["shard"] == "shard-3"]
     assert {(each["cause"], each["detail"]) for each in of_new} == {("held back", until)}
@@ -456,12 +451,7 @@ def test_commands_for_one_database_say_to_choose_a_shard(orders: Run, dsns: list
     ("given", "name", "paced"),
     [
         (["--events", "2000", "--raw-events", "2000"], "publish_and_consume", False),
-        pytest.param(
-            ["--rate", "2000", "--seconds", "0.5", "--batch", "250"],
-            "publish_and_consume_at_2000",
-            True,
-            marks=pytest.mark.nightly,
-        ),
+        (["--rate", "2000", "--seconds", "0.5", "--batch", "250"], "publish_and_consume_at_2000", True),
     ],
 )
 def test_bench_stream_measures_servers_of_its_own(tmp_path: Path, given: list[str], name: str, paced: bool) -> None:
@@ -499,8 +489,6 @@ def test_a_topic_changes_its_form_on_each_shard(orders: Run) -> None:
     other = "rows" if first == "blocks" else "blocks"
     assert "stored in" in orders("topic", "alter", "orders", "--storage", other).output
     assert "already" in orders("topic", "alter", "orders", "--storage", other).output
-    events = "".join(json.dumps({"key": key}) + "\n" for key in KEYS)
-    orders("publish", "orders", "--key", "key", stdin=events)
-    orders("transfer", "--once")
+    publish_keys(orders)
     consumed = lines(orders("consume", "orders", "mailer"))
     assert sorted(str(each["key"]) for each in consumed) == sorted([*KEYS, *KEYS])
