@@ -95,6 +95,14 @@ def handed_out(platform: EventSQL) -> int:
         return connection.execute(held).rowcount
 
 
+def process(platform: EventSQL, *, most: int = 9) -> deliveries.Deliveries:
+    """What a process has to consume `payments` with."""
+    shard = platform.shards[0]
+    return deliveries.Deliveries(
+        shard.database, shard.dead_letters, "payments", "mailer", by_key=True, lease=60, most=most
+    )  # fmt: skip
+
+
 class Seen:
     """A handler that notes the events that it was handed, and waits or fails as it is told to."""
 
@@ -618,8 +626,7 @@ def test_a_seek_of_a_partition_leaves_no_event_of_another_partition_behind(
 
 def test_a_handler_from_before_a_seek_settles_nothing_after_it(platform: EventSQL) -> None:
     ids = fill(platform, "aa")
-    shard = platform.shards[0]
-    own = deliveries.Deliveries(shard.database, shard.dead_letters, "payments", "mailer", by_key=True, lease=60, most=9)
+    own = process(platform)
     worker = own.register("a process")
     before = own.hand_out(worker, -1, 9).deliveries
     platform.seeker.execute("payments", "mailer", AtOffset(0), force=True)
@@ -636,8 +643,7 @@ def test_a_handler_from_before_a_seek_settles_nothing_after_it(platform: EventSQ
 
 def test_a_lost_answer_after_a_seek_leaves_no_event_with_a_process_that_does_not_know_it(platform: EventSQL) -> None:
     ids = fill(platform, "ab")
-    shard = platform.shards[0]
-    own = deliveries.Deliveries(shard.database, shard.dead_letters, "payments", "mailer", by_key=True, lease=60, most=9)
+    own = process(platform)
     worker = own.register("a process")
     before = own.hand_out(worker, -1, 9).deliveries
     platform.seeker.execute("payments", "mailer", AtOffset(0), force=True)
@@ -650,8 +656,7 @@ def test_an_acknowledgement_that_a_lost_process_has_under_way_holds_up_its_key_a
     platform: EventSQL, session: Connection
 ) -> None:
     ids = fill(platform, "aabc")
-    shard = platform.shards[0]
-    own = deliveries.Deliveries(shard.database, shard.dead_letters, "payments", "mailer", by_key=True, lease=60, most=4)
+    own = process(platform, most=4)
     lost = own.register("a lost process")
     held = own.hand_out(lost, -1, 4).deliveries
     session.autocommit = False
@@ -670,8 +675,7 @@ def test_no_event_overtakes_one_of_its_key_that_becomes_free_meanwhile(
     platform: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = fill(platform, "aba")
-    shard = platform.shards[0]
-    own = deliveries.Deliveries(shard.database, shard.dead_letters, "payments", "mailer", by_key=True, lease=60, most=3)
+    own = process(platform, most=3)
     leaving, lost = own.register("a process that leaves"), own.register("a lost process")
     held = [own.hand_out(each, -1, 1).deliveries[0] for each in (leaving, lost, leaving)]
     assert [each.event.id for each in held] == ids
@@ -749,10 +753,7 @@ def test_no_event_overtakes_one_of_its_key_that_another_process_took(
     """As after a pause of the machine: the server ended a lease that this process believes to hold."""
     ids = fill(platform, "baa")
     gate, handled = gates(), list[int]()
-    shard = platform.shards[0]
-    other = deliveries.Deliveries(
-        shard.database, shard.dead_letters, "payments", "mailer", by_key=True, lease=60, most=9
-    )  # fmt: skip
+    other = process(platform)
 
     def handle(event: Event, _connection: Connection) -> None:
         handled.append(event.id)
