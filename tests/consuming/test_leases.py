@@ -505,10 +505,10 @@ def test_a_handler_that_was_thought_dead_commits_nothing(platform: EventSQL, unt
 
 
 def test_a_handler_that_fails_because_its_lease_is_lost_is_noted_as_no_failure(
-    platform: EventSQL, until: Until, gates: Callable[[], threading.Event]
+    platform: EventSQL, until: Until
 ) -> None:
     fill(platform, 3)
-    inside, ended = gates(), gates()
+    inside, ended = threading.Event(), threading.Event()
 
     def handle(_events: Sequence[Event], lease: Lease) -> None:
         inside.set()

@@ -34,6 +34,7 @@ from eventsql_orchestration.topics.positions import AtOffset
 from tests.effects import FullDiskError, effects, make_table, write
 
 if TYPE_CHECKING:
+    from tests.consuming.conftest import Halt
     from tests.fixtures import Sessions, Spawn, Until, UntilBlocked
 
 POLLING = 0.02
@@ -158,31 +159,25 @@ def test_a_handler_that_commits_has_acknowledged_its_event(platform: EventSQL, u
     assert sorted(effects(platform)) == ids
 
 
-def test_a_slow_event_holds_up_its_key_alone(
-    platform: EventSQL, until: Until, gates: Callable[[], threading.Event]
-) -> None:
+def test_a_slow_event_holds_up_its_key_alone(platform: EventSQL, until: Until, halt: Halt) -> None:
     ids = fill(platform, "abcabcabc")
-    gate = gates()
-    seen = Seen(lambda event: gate.wait() if event.id == ids[0] else None)
+    seen = Seen(lambda event: halt() if event.id == ids[0] else None)
     with platform.consumers.start_queue("payments", "mailer", seen, workers=4, polling_delay=POLLING):
         until(lambda: len(seen.ids) == 7 and kept(platform) == [ids[0], ids[3], ids[6]])
         assert states(platform)[0].last_event_id < ids[0]
         assert leased(platform)
-        gate.set()
+        halt.end()
         until(lambda: at_rest(platform))
     assert [each for each in seen.ids if each in ids[::3]] == ids[::3]
     assert states(platform)[0].last_event_id == ids[-1]
 
 
-def test_without_order_a_slow_event_holds_up_none(
-    platform: EventSQL, until: Until, gates: Callable[[], threading.Event]
-) -> None:
+def test_without_order_a_slow_event_holds_up_none(platform: EventSQL, until: Until, halt: Halt) -> None:
     ids = fill(platform, "aaaa")
-    gate = gates()
-    seen = Seen(lambda event: gate.wait() if event.id == ids[0] else None)
+    seen = Seen(lambda event: halt() if event.id == ids[0] else None)
     with platform.consumers.start_queue("payments", "mailer", seen, by_key=False, workers=2, polling_delay=POLLING):
         until(lambda: kept(platform) == ids[:1])
-        gate.set()
+        halt.end()
 
 
 def test_a_failing_event_is_tried_again_before_the_later_ones_of_its_key(platform: EventSQL, until: Until) -> None:
@@ -331,17 +326,16 @@ def test_events_that_a_filter_leaves_out_are_passed(platform: EventSQL, until: U
 
 
 def test_a_partly_acknowledged_partition_is_not_consumed_in_another_way(
-    platform: EventSQL, until: Until, gates: Callable[[], threading.Event]
+    platform: EventSQL, until: Until, halt: Halt
 ) -> None:
     ids = fill(platform, "ab")
-    gate = gates()
-    seen = Seen(lambda event: gate.wait() if event.id == ids[0] else None)
+    seen = Seen(lambda event: halt() if event.id == ids[0] else None)
     with platform.consumers.start_queue("payments", "mailer", seen, polling_delay=POLLING):
         until(lambda: kept(platform) == ids[:1])
         assert platform.consumers.consume_once("payments", "mailer", lambda *_: None) == 0
         (lag,) = platform.lag("payments")
         assert (lag.cause, lag.detail) == (LagCause.LEASED, f"by {OWNER}")
-        gate.set()
+        halt.end()
         until(lambda: at_rest(platform))
     ids += fill(platform, "a")
     assert platform.consumers.consume_once("payments", "mailer", lambda *_: None) == 1
@@ -350,11 +344,11 @@ def test_a_partly_acknowledged_partition_is_not_consumed_in_another_way(
 @pytest.mark.parametrize("how", ["a paused consumer", "a locked partition", "an ended lease"])
 def test_a_process_that_has_acknowledged_everything_leaves_no_lease(
     platform: EventSQL, until: Until, until_blocked: UntilBlocked, sessions: Sessions,
-    gates: Callable[[], threading.Event], *, how: str,
+    halt: Halt, *, how: str,
 ) -> None:  # fmt: skip
     ids = fill(platform, "a")
-    gate, other = gates(), sessions()
-    seen = Seen(lambda _event: gate.wait())
+    other = sessions()
+    seen = Seen(halt)
     running = platform.consumers.start_queue("payments", "mailer", seen, polling_delay=POLLING)
     until(lambda: seen.ids)
     running.stop_soon()
@@ -365,7 +359,7 @@ def test_a_process_that_has_acknowledged_everything_leaves_no_lease(
         other.commit()
     else:
         other.execute("SELECT FROM eventsql.consumer WHERE eql_topic = 'payments' FOR UPDATE")
-    gate.set()
+    halt.end()
     until(lambda: not kept(platform))
     running.stop(0.0)
     if how == "a locked partition":
@@ -409,31 +403,24 @@ def test_a_seek_needs_force_while_events_are_not_acknowledged(platform: EventSQL
     assert [seen.ids.count(each) for each in ids] == [2, 4, 2, 2]
 
 
-def test_the_number_of_unacknowledged_events_is_limited(
-    platform: EventSQL, until: Until, gates: Callable[[], threading.Event]
-) -> None:
+def test_the_number_of_unacknowledged_events_is_limited(platform: EventSQL, until: Until, halt: Halt) -> None:
     ids = fill(platform, 30)
-    gate = gates()
     with platform.consumers.start_queue(
-        "payments", "mailer", lambda _event: gate.wait(), workers=8, polling_delay=POLLING, max_unacknowledged=5
+        "payments", "mailer", lambda _event: halt(), workers=8, polling_delay=POLLING, max_unacknowledged=5
     ):
         until(lambda: kept(platform) == ids[:5])
-        gate.set()
+        halt.end()
         until(lambda: at_rest(platform))
 
 
-def test_a_stopped_consumption_gives_back_what_it_has(
-    platform: EventSQL, until: Until, gates: Callable[[], threading.Event]
-) -> None:
+def test_a_stopped_consumption_gives_back_what_it_has(platform: EventSQL, until: Until, halt: Halt) -> None:
     ids = fill(platform, 20)
-    gate = gates()
-    seen = Seen(lambda _event: gate.wait())
+    seen = Seen(halt)
     first = platform.consumers.start_queue("payments", "mailer", seen, workers=1, polling_delay=POLLING)
     until(lambda: kept(platform) and seen.ids)
-    ending = threading.Thread(target=first.stop)
-    ending.start()
-    gate.set()
-    ending.join()
+    first.stop_soon()
+    halt.end()
+    first.stop()
     assert len(seen.ids) == 1
     later = Seen()
     with platform.consumers.start_queue("payments", "mailer", later, polling_delay=POLLING):
@@ -442,11 +429,10 @@ def test_a_stopped_consumption_gives_back_what_it_has(
 
 
 def test_an_event_whose_handler_outlasts_the_stop_is_not_handed_out_beside_it(
-    platform: EventSQL, until: Until, gates: Callable[[], threading.Event]
+    platform: EventSQL, until: Until, halt: Halt
 ) -> None:
     ids = fill(platform, "aab")
-    gate = gates()
-    seen = Seen(lambda _event: gate.wait())
+    seen = Seen(halt)
     started = platform.consumers.start_queue("payments", "mailer", seen, workers=1, polling_delay=POLLING)
     until(lambda: seen.ids and len(kept(platform)) == 3)
     started.stop(timeout=0.2)
@@ -471,16 +457,13 @@ def test_a_handler_may_stop_its_consumption(platform: EventSQL, until: Until) ->
     assert sorted(later.ids) == ids[1:]
 
 
-def test_consumptions_with_and_without_order_exclude_each_other(
-    platform: EventSQL, until: Until, gates: Callable[[], threading.Event]
-) -> None:
+def test_consumptions_with_and_without_order_exclude_each_other(platform: EventSQL, until: Until, halt: Halt) -> None:
     fill(platform, "aa")
-    gate = gates()
-    with platform.consumers.start_queue("payments", "mailer", lambda _event: gate.wait(), polling_delay=POLLING):
+    with platform.consumers.start_queue("payments", "mailer", lambda _event: halt(), polling_delay=POLLING):
         until(lambda: kept(platform))
         with pytest.raises(RedefinitionError):
             platform.consumers.start_queue("payments", "mailer", lambda _event: None, by_key=False)
-        gate.set()
+        halt.end()
         until(lambda: at_rest(platform))
     fill(platform, "aa")
     with platform.consumers.start_queue("payments", "mailer", lambda _event: None, by_key=False, polling_delay=POLLING):
@@ -542,16 +525,16 @@ def test_the_events_of_a_killed_process_are_taken_over(platform: EventSQL, until
 
 
 def test_a_process_that_lost_its_lease_commits_nothing_and_begins_anew(
-    platform: EventSQL, until: Until, gates: Callable[[], threading.Event], monkeypatch: pytest.MonkeyPatch
+    platform: EventSQL, until: Until, halt: Halt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(queue_consumption, "HEARTBEATS", 100_000)
     ids = fill(platform, "aab")
-    gate, second = gates(), gates()
-    first = iter([gate])
+    gate = threading.Event()
+    first = iter([gate.wait])
 
     def handle(event: Event) -> None:
         if event.id == ids[0]:
-            next(first, second).wait()
+            next(first, halt)()
 
     seen = Seen(handle)
     with platform.consumers.start_queue("payments", "mailer", seen, lease=3_600.0, polling_delay=POLLING):
@@ -563,7 +546,7 @@ def test_a_process_that_lost_its_lease_commits_nothing_and_begins_anew(
         until(lambda: seen.ids.count(ids[0]) == 2)
         # What the lost handler did is not acknowledged: the event is handled again, before the next of its key.
         assert kept(platform) == ids[:2]
-        second.set()
+        halt.end()
         until(lambda: at_rest(platform))
     assert [seen.ids.count(each) for each in ids] == [2, 1, 1]
 
@@ -591,28 +574,26 @@ def test_events_of_a_failed_call_are_handed_out_again(
 
 
 def test_a_seek_under_a_running_handler_stops_no_settling(
-    platform: EventSQL, until: Until, gates: Callable[[], threading.Event], caplog: pytest.LogCaptureFixture
+    platform: EventSQL, until: Until, halt: Halt, caplog: pytest.LogCaptureFixture
 ) -> None:
     ids = fill(platform, "ab")
-    gate = gates()
-    seen = Seen(lambda event: gate.wait() if event.id == ids[0] else None)
+    seen = Seen(lambda event: halt() if event.id == ids[0] else None)
     with platform.consumers.start_queue("payments", "mailer", seen, by_key=False, polling_delay=POLLING):
         until(lambda: kept(platform) == ids[:1])
         platform.seeker.execute("payments", "mailer", AtOffset(0), force=True)
         # This process has the same event twice now, once from before the seek.
         until(lambda: [seen.ids.count(each) for each in ids] == [2, 2])
-        gate.set()
+        halt.end()
         until(lambda: at_rest(platform))
     assert not [record for record in caplog.records if record.exc_info], "an unexpected error"
 
 
 def test_a_seek_of_a_partition_leaves_no_event_of_another_partition_behind(
-    platform: EventSQL, until: Until, gates: Callable[[], threading.Event]
+    platform: EventSQL, until: Until, halt: Halt
 ) -> None:
     platform.publisher.publish(Publication("orders", b"0", key="a", partition=0))
     platform.announce(platform.transfer.run_once())
-    gate = gates()
-    seen = Seen(lambda event: gate.wait() if event.partition == 0 else None)
+    seen = Seen(lambda event: halt() if event.partition == 0 else None)
     with platform.consumers.start_queue("orders", "mailer", seen, workers=3, polling_delay=POLLING):
         until(lambda: seen.ids)
         platform.publisher.publish(Publication("orders", b"1", key="a", partition=1))
@@ -620,7 +601,7 @@ def test_a_seek_of_a_partition_leaves_no_event_of_another_partition_behind(
         # Beside the event of its key in the other partition.
         until(lambda: len(seen.ids) == 2 and len(kept(platform)) == 1)
         platform.seeker.execute("orders", "mailer", AtOffset(0), partition=0, force=True)
-        gate.set()
+        halt.end()
         until(lambda: at_rest(platform, "orders"))
 
 
@@ -695,29 +676,25 @@ def test_no_event_overtakes_one_of_its_key_that_becomes_free_meanwhile(
     assert [each.event.id for each in own.hand_out(worker, -1, 2).deliveries] == [ids[0], ids[2]]
 
 
-def test_events_of_a_key_begin_anew_in_their_order_after_a_seek(
-    platform: EventSQL, until: Until, gates: Callable[[], threading.Event]
-) -> None:
+def test_events_of_a_key_begin_anew_in_their_order_after_a_seek(platform: EventSQL, until: Until, halt: Halt) -> None:
     ids = fill(platform, "aaa")
-    gate = gates()
-    seen = Seen(lambda _event: gate.wait())
+    seen = Seen(halt)
     with platform.consumers.start_queue("payments", "mailer", seen, polling_delay=POLLING):
         until(lambda: seen.ids)
         platform.seeker.execute("payments", "mailer", AtOffset(0), force=True)
         until(lambda: kept(platform) == ids)
-        gate.set()
+        halt.end()
         until(lambda: at_rest(platform))
     assert seen.ids == [ids[0], *ids]
 
 
 def test_a_process_keeps_its_lease_while_its_handlers_have_every_connection(
-    platform: EventSQL, until: Until, session: Connection, gates: Callable[[], threading.Event],
+    platform: EventSQL, until: Until, session: Connection, halt: Halt,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(queue_consumption, "HEARTBEATS", 100_000)
     ids = fill(platform, "ab")
-    gate = gates()
-    seen = Seen(lambda _event: gate.wait())
+    seen = Seen(halt)
 
     def renewals() -> list[Any]:
         return session.execute("SELECT eql_id, eql_expires_at FROM eventsql.consumer_worker").fetchall()
@@ -733,7 +710,7 @@ def test_a_process_keeps_its_lease_while_its_handlers_have_every_connection(
         until(lambda: renewals()[0][1] > first[1])
         assert renewals()[0][0] == first[0]
         handlers.close()
-        gate.set()
+        halt.end()
         until(lambda: at_rest(platform))
     assert sorted(seen.ids) == ids
 
@@ -748,17 +725,17 @@ def test_more_workers_than_connections_are_refused_where_each_needs_one(platform
 
 
 def test_no_event_overtakes_one_of_its_key_that_another_process_took(
-    platform: EventSQL, until: Until, gates: Callable[[], threading.Event]
+    platform: EventSQL, until: Until, halt: Halt
 ) -> None:
     """As after a pause of the machine: the server ended a lease that this process believes to hold."""
     ids = fill(platform, "baa")
-    gate, handled = gates(), list[int]()
+    handled: list[int] = []
     other = process(platform)
 
     def handle(event: Event, _connection: Connection) -> None:
         handled.append(event.id)
         if event.id == ids[0]:
-            gate.wait()
+            halt()
 
     taken: list[Delivery] = []
 
@@ -775,7 +752,7 @@ def test_no_event_overtakes_one_of_its_key_that_another_process_took(
         worker = other.register("another process")
         until(take)
         assert taken[0].event.id == ids[1]
-        gate.set()
+        halt.end()
         until(lambda: kept(platform) == ids[1:])
         more = fill(platform, "c")
         until(lambda: handled == [ids[0], *more])
