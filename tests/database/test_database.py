@@ -36,6 +36,7 @@ from eventsql_orchestration.errors import (
 )
 from eventsql_orchestration.storage.log_queries import LogQueries
 from tests.effects import stand_still, take_too_long
+from tests.fixtures import Terminate
 
 SECRET = "s3cr3t w/ @:%+ ü"
 
@@ -232,10 +233,13 @@ def test_a_connection_at_hand_that_was_unused_for_long_is_pinged(
     assert len(pinged) == 1
 
 
-def test_a_connection_at_hand_is_closed_with_the_database(database: Database) -> None:
+@pytest.mark.parametrize("close", [Database.close, lambda database: database.engine.dispose()], ids=["all", "engine"])
+def test_a_connection_at_hand_is_closed_with_the_database_or_when_a_program_disposes_of_the_engine(
+    database: Database, close: Callable[[Database], None]
+) -> None:
     with database.connection() as connection:
         pass
-    database.close()
+    close(database)
     assert connection.closed
 
 
@@ -248,13 +252,6 @@ def holds_in_a_fork(condition: Callable[[], bool]) -> bool:
         except BaseException:  # noqa: BLE001 - the status tells
             os._exit(2)
     return os.waitpid(child, 0)[1] == 0
-
-
-def test_a_connection_at_hand_is_closed_when_a_program_disposes_of_the_engine(database: Database) -> None:
-    with database.connection() as connection:
-        pass
-    database.engine.dispose()
-    assert connection.closed
 
 
 def test_a_forked_process_leaves_the_connection_at_hand_to_its_parent(database: Database) -> None:
@@ -327,17 +324,6 @@ def test_a_schema_that_is_no_identifier_is_refused_before_anything_is_asked() ->
 # A server that goes away
 
 
-@pytest.fixture
-def killer(dsn: str) -> Iterator[Callable[[int], None]]:
-    """Ends the session of a server process, as an administrator or a failover does."""
-    with psycopg.connect(dsn, autocommit=True) as connection:
-
-        def kill(pid: int) -> None:
-            connection.execute("SELECT pg_terminate_backend(%s, 10000)", (pid,))
-
-        yield kill
-
-
 def test_a_server_that_restarted_in_between_costs_no_error(database: Database, server: EmbeddedPostgres) -> None:
     # Several idle connections in the pool, and each of them is gone.
     with database.connection(), database.connection(), database.connection():
@@ -350,36 +336,34 @@ def test_a_server_that_restarted_in_between_costs_no_error(database: Database, s
 
 
 def test_a_lost_connection_raises_an_error_of_the_package_and_the_next_one_works(
-    database: Database, killer: Callable[[int], None]
+    database: Database, terminate: Terminate
 ) -> None:
     with pytest.raises(DatabaseUnavailableError, match="closed the connection"), database.connection() as connection:
-        killer(connection.info.backend_pid)
+        terminate(connection)
         connection.execute("SELECT 1")
     assert pid_of(database)
 
 
 def test_a_transaction_whose_connection_is_lost_raises_an_error_of_the_package_and_is_rolled_back(
-    database: Database, killer: Callable[[int], None]
+    database: Database, terminate: Terminate
 ) -> None:
     with database.connection() as connection:
         connection.execute("CREATE TABLE written (id int)")
     with pytest.raises(DatabaseUnavailableError), database.transaction() as connection:
         connection.execute("INSERT INTO written VALUES (1)")
-        killer(connection.info.backend_pid)
+        terminate(connection)
     with database.connection() as connection:
         assert connection.execute("SELECT id FROM written").fetchall() == []
 
 
-def test_another_database_that_is_gone_is_not_this_one(
-    database: Database, dsn: str, killer: Callable[[int], None]
-) -> None:
+def test_another_database_that_is_gone_is_not_this_one(database: Database, dsn: str, terminate: Terminate) -> None:
     with (
         psycopg.connect(dsn) as other,
         pytest.raises(psycopg.errors.AdminShutdown),
         database.transaction() as connection,
     ):
         connection.execute("SELECT 1")
-        killer(other.info.backend_pid)
+        terminate(other)
         other.execute("SELECT 1")
 
 
