@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import hypothesis
 import psycopg
 import pytest
+import sqlalchemy
 from alembic.script import Script, ScriptDirectory
 from psycopg import sql
 
@@ -417,3 +418,11 @@ def platform(dsn: str) -> Iterator[EventSQL]:
     """The platform on the test's database; events move only when the test transfers them."""
     with EventSQL(dsn, transfer=False) as opened:
         yield opened
+
+
+@pytest.fixture
+def engine(dsn: str) -> Iterator[sqlalchemy.Engine]:
+    """SQLAlchemy's engine of a caller, for the test's database."""
+    engine = sqlalchemy.create_engine(dsn.replace("postgresql://", "postgresql+psycopg://"))
+    yield engine
+    engine.dispose()

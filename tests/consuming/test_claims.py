@@ -349,14 +349,12 @@ def test_the_connection_of_a_commit_may_be_set_up_in_any_way(
     assert offset(platform) == claimed.range.upto
 
 
-def test_a_claim_is_committed_in_a_transaction_of_sqlalchemy(platform: EventSQL, dsn: str) -> None:
+def test_a_claim_is_committed_in_a_transaction_of_sqlalchemy(platform: EventSQL, engine: sqlalchemy.Engine) -> None:
     fill(platform, 4)
     claimed = claim(platform)
-    engine = sqlalchemy.create_engine(dsn.replace("postgresql://", "postgresql+psycopg://"))
     with engine.begin() as mine:
         platform.claims.check(mine, claimed)
         platform.claims.commit(mine, claimed)
-    engine.dispose()
     assert offset(platform) == claimed.range.upto
 
 

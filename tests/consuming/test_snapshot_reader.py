@@ -409,16 +409,16 @@ def test_a_column_that_is_not_there_is_named(reader: SnapshotReader, database: D
         SnapshotReader(database, "change", ["no_column"]).read()
 
 
-def test_rows_are_read_in_a_transaction_of_sqlalchemy(reader: SnapshotReader, database: Database) -> None:
+def test_rows_are_read_in_a_transaction_of_sqlalchemy(
+    reader: SnapshotReader, database: Database, engine: sqlalchemy.Engine
+) -> None:
     with database.transaction() as connection:
         write(connection, "a", "b")
-    engine = sqlalchemy.create_engine(database.url)
     with engine.connect() as mine:
         assert values(reader, connection=mine) == ["a", "b"]
         assert reader.held_back(connection=mine) == 0
         assert reader.horizon(mine) >= reader.read(connection=mine)[-1].checkpoint.transaction
         assert mine.in_transaction()
-    engine.dispose()
 
 
 # Checkpoints

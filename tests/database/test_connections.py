@@ -27,13 +27,6 @@ def other(server: EmbeddedPostgres) -> Iterator[str]:
     server.drop_database("another")
 
 
-@pytest.fixture
-def engine(dsn: str) -> Iterator[sqlalchemy.Engine]:
-    engine = sqlalchemy.create_engine(dsn.replace("postgresql://", "postgresql+psycopg://"))
-    yield engine
-    engine.dispose()
-
-
 def by_another_name(dsn: str) -> str:
     """The same database, by a host that is called otherwise."""
     named = conninfo.conninfo_to_dict(dsn)

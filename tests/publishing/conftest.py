@@ -30,6 +30,13 @@ def hold(sessions: Sessions) -> Hold:
     return held
 
 
+@pytest.fixture
+def elsewhere(dsn: str) -> Iterator[EventSQL]:
+    """Another process's platform, which knows nothing of what the test's platform remembers."""
+    with EventSQL(dsn, transfer=False) as platform:
+        yield platform
+
+
 def published(platform: EventSQL) -> list[bytes]:
     """The values that anybody sees in the buffer."""
     with platform.database.connection() as connection:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -50,13 +49,6 @@ pytestmark = [pytest.mark.both_forms, pytest.mark.prepared.with_args(prepare)]
 def _remembered(platform: EventSQL) -> None:
     """A publisher knows its topics and does not look again for seconds."""
     platform.registry.cached_topic("orders")
-
-
-@pytest.fixture
-def elsewhere(dsn: str) -> Iterator[EventSQL]:
-    """Another process's platform, which knows nothing of what this one remembers."""
-    with EventSQL(dsn, transfer=False) as platform:
-        yield platform
 
 
 def order(value: object, **fields: Any) -> Publication:

@@ -178,13 +178,6 @@ def test_a_batch_on_a_connection_outside_of_a_transaction_is_still_all_or_nothin
     assert published(platform) == []
 
 
-@pytest.fixture
-def engine(dsn: str) -> Iterator[sqlalchemy.Engine]:
-    engine = sqlalchemy.create_engine(dsn.replace("postgresql://", "postgresql+psycopg://"))
-    yield engine
-    engine.dispose()
-
-
 def test_an_outbox_of_sqlalchemy_that_begins_with_the_publication_is_the_callers_to_commit(
     platform: EventSQL, engine: sqlalchemy.Engine
 ) -> None:
@@ -207,13 +200,6 @@ def test_another_driver_is_refused(platform: EventSQL) -> None:
 
 
 # A topic that is redefined under a publisher
-
-
-@pytest.fixture
-def elsewhere(dsn: str) -> Iterator[EventSQL]:
-    """Another process's platform, which knows nothing of what this one remembers."""
-    with EventSQL(dsn, transfer=False) as platform:
-        yield platform
 
 
 def remember(platform: EventSQL, topic: str = "orders") -> None:

@@ -295,7 +295,11 @@ def test_times_of_entering_the_log_grow_with_ids(platform: EventSQL) -> None:
 # Refusals and failures
 
 
-def test_a_connection_that_was_lost_since_its_last_batch_is_replaced(platform: EventSQL, session: Connection) -> None:
+@pytest.mark.parametrize("look_after", [-1.0, 1e9], ids=["looked at", "trusted"])
+def test_a_connection_that_was_lost_since_its_last_batch_is_replaced(
+    platform: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch, look_after: float
+) -> None:
+    monkeypatch.setattr(log_writer, "LOOK_SECONDS", look_after)
     platform.publisher.publish_all(batch("a"))
     writer = platform.shards[0].publisher._writer
     assert writer is not None
@@ -324,20 +328,6 @@ def test_a_connection_that_is_lost_in_the_append_publishes_none(
     holder.rollback()
     platform.publisher.publish_all(batch("next"))
     check_names(platform, "next")
-
-
-def test_a_connection_that_was_lost_while_idle_costs_a_reconnect(
-    platform: EventSQL, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(log_writer, "LOOK_SECONDS", -1.0)
-    platform.publisher.publish_all(batch("a"))
-    with sessions() as session:
-        session.execute(
-            "SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity "
-            "WHERE datname = current_database() AND pid <> pg_backend_pid()"
-        )
-    platform.publisher.publish_all(batch("b"))
-    check_names(platform, "a", "b")
 
 
 def test_an_event_that_became_unstorable_publishes_nothing_and_costs_no_room(

@@ -289,8 +289,7 @@ def test_a_late_acknowledgement_under_repeatable_read_is_the_queues_error(queue:
         queue.acknowledge(message, connection=strict)
 
 
-def test_a_transaction_of_sqlalchemy_sends_and_acknowledges(database: Database, queue: Queue) -> None:
-    engine = sqlalchemy.create_engine(database.url)
+def test_a_transaction_of_sqlalchemy_sends_and_acknowledges(queue: Queue, engine: sqlalchemy.Engine) -> None:
     with engine.begin() as connection:
         queue.send(b"x", connection=connection)
         assert queue.receive() == []
@@ -300,7 +299,6 @@ def test_a_transaction_of_sqlalchemy_sends_and_acknowledges(database: Database, 
         connection.rollback()
         queue.acknowledge(message, connection=connection)
         connection.commit()
-    engine.dispose()
     assert queue.depth() == QueueDepth(0, 0)
 
 
