@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pytest
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from tests.fixtures import Sessions, UntilBlocked
 
 SCHEMA = "eventsql"
+
+Late: TypeAlias = Callable[[Callable[[], object]], None]
 
 pytestmark = pytest.mark.usefixtures("small_segments")
 
@@ -53,15 +55,30 @@ def test_a_segment_that_is_detached_and_not_dropped_yet_is_dropped_by_the_next_r
 ) -> None:
     platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=27)))
     fill(platform, 50)
-    ours, theirs = segments.segment_name("orders", 0), segments.segment_name("orders", 10)
+    ours, theirs = detach_first(session), segments.segment_name("orders", 10)
     session.execute(f"COMMENT ON TABLE eventsql.{ours} IS '{DROPPED}'")
-    session.execute(f"ALTER TABLE eventsql.{stored('orders')} DETACH PARTITION eventsql.{ours} CONCURRENTLY")
     session.execute(f"ALTER TABLE eventsql.{stored('orders')} DETACH PARTITION eventsql.{theirs} CONCURRENTLY")
     platform.retention.run_once()
     left = session.execute(
         "SELECT to_regclass(%s) IS NULL, to_regclass(%s) IS NULL", [f"eventsql.{ours}", f"eventsql.{theirs}"]
     )
     assert left.fetchone() == (True, False), "somebody detached the second one to keep it"
+
+
+def detach_first(connection: Connection) -> str:
+    """Detach the first segment of `orders`, as an operator who wants to keep it does. Gives its name."""
+    segment = segments.segment_name("orders", 0)
+    connection.execute(f"ALTER TABLE eventsql.{stored('orders')} DETACH PARTITION eventsql.{segment} CONCURRENTLY")
+    return segment
+
+
+def left_over(platform: EventSQL, connection: Connection) -> str:
+    """Have a segment that is to be dropped, of a topic that another program deleted. Gives its name."""
+    platform.registry.register_topic(Topic("orders", 2))
+    segment = detach_first(connection)
+    platform.registry.unregister_topic("orders", force=True)
+    connection.execute(f"COMMENT ON TABLE eventsql.{segment} IS '{DROPPED}'")
+    return segment
 
 
 @pytest.fixture
@@ -71,12 +88,6 @@ def kept_aside(platform: EventSQL, session: Connection) -> Callable[[], bool]:
     fill(platform, 50)
     table = f"eventsql.{segments.segment_name('orders', 0)}"
     return lambda: session.execute("SELECT to_regclass(%s) IS NOT NULL", [table]).fetchone() == (True,)
-
-
-def detach_first(connection: Connection) -> None:
-    """Detach the first segment of `orders`, as an operator who wants to keep it does."""
-    segment = segments.segment_name("orders", 0)
-    connection.execute(f"ALTER TABLE eventsql.{stored('orders')} DETACH PARTITION eventsql.{segment} CONCURRENTLY")
 
 
 def test_a_due_segment_that_an_operator_is_detaching_stays(
@@ -139,18 +150,15 @@ def test_a_segment_whose_detach_an_earlier_version_began_is_dropped_only_if_it_w
 def test_a_topic_with_a_segment_that_is_kept_aside_can_be_deleted(platform: EventSQL, session: Connection) -> None:
     platform.registry.register_topic(Topic("orders", 2))
     fill(platform, 50)
-    kept = segments.segment_name("orders", 0)
+    kept = detach_first(session)
     held = session.execute(f"SELECT count(*) FROM eventsql.{kept}").fetchone()
-    session.execute(f"ALTER TABLE eventsql.{stored('orders')} DETACH PARTITION eventsql.{kept} CONCURRENTLY")
     platform.registry.unregister_topic("orders", force=True)
     assert session.execute(f"SELECT count(*) FROM eventsql.{kept}").fetchone() == held
     assert held != (0,)
 
 
 @pytest.fixture
-def written_to_late(
-    platform: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[Callable[[], object]], None]:
+def written_to_late(platform: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch) -> Late:
     """Makes a consumed segment that is due, to which a writer comes before retention detaches it.
 
     A sequence that was set back leads the writer there. The given function is called after the write.
@@ -178,7 +186,7 @@ def written_to_late(
 
 
 def test_a_closed_segment_into_which_a_sequence_that_was_set_back_led_a_writer_is_kept(
-    platform: EventSQL, session: Connection, written_to_late: Callable[[Callable[[], object]], None]
+    platform: EventSQL, session: Connection, written_to_late: Late
 ) -> None:
     written_to_late(lambda: None)
     (kept,) = platform.retention.run_once()
@@ -193,10 +201,7 @@ def test_a_closed_segment_into_which_a_sequence_that_was_set_back_led_a_writer_i
 
 
 def test_a_closed_segment_that_was_written_to_is_kept_also_if_its_drop_was_cut_off(
-    platform: EventSQL,
-    sessions: Sessions,
-    monkeypatch: pytest.MonkeyPatch,
-    written_to_late: Callable[[Callable[[], object]], None],
+    platform: EventSQL, sessions: Sessions, monkeypatch: pytest.MonkeyPatch, written_to_late: Late
 ) -> None:
     monkeypatch.setattr(retention, "WAIT_SECONDS", 0.2)
     reading = sessions()
@@ -210,10 +215,7 @@ def test_a_closed_segment_that_was_written_to_is_kept_also_if_its_drop_was_cut_o
 
 @pytest.mark.parametrize("kept", [True, False], ids=["retained", "without a retention"])
 def test_a_run_that_dies_before_the_second_look_loses_no_late_event(
-    platform: EventSQL,
-    monkeypatch: pytest.MonkeyPatch,
-    written_to_late: Callable[[Callable[[], object]], None],
-    kept: bool,
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch, written_to_late: Late, kept: bool
 ) -> None:
     newest = SegmentDrops.newest
 
@@ -237,7 +239,7 @@ def test_a_segment_that_is_attached_again_waits_for_the_deletion_of_its_topic_wi
     sessions: Sessions,
     until_blocked: UntilBlocked,
     monkeypatch: pytest.MonkeyPatch,
-    written_to_late: Callable[[Callable[[], object]], None],
+    written_to_late: Late,
 ) -> None:
     segment, deleting, newest = segments.segment_name("orders", 0), sessions(), SegmentDrops.newest
 
@@ -259,9 +261,8 @@ def test_a_topic_is_deleted_with_the_segments_that_retention_has_taken_out(
     platform: EventSQL, session: Connection
 ) -> None:
     platform.registry.register_topic(Topic("orders", 2))
-    segment = segments.segment_name("orders", 0)
+    segment = detach_first(session)
     session.execute(f"COMMENT ON TABLE eventsql.{segment} IS '{DROPPED}'")
-    session.execute(f"ALTER TABLE eventsql.{stored('orders')} DETACH PARTITION eventsql.{segment}")
     platform.registry.unregister_topic("orders", force=True)
     assert session.execute(f"SELECT to_regclass('eventsql.{segment}')").fetchone() == (None,)
 
@@ -269,12 +270,7 @@ def test_a_topic_is_deleted_with_the_segments_that_retention_has_taken_out(
 def test_a_topic_that_is_made_anew_while_leftovers_are_cleared_keeps_its_segments(
     platform: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    platform.registry.register_topic(Topic("orders", 2))
-    former = segments.segment_name("orders", 0)
-    session.execute(f"ALTER TABLE eventsql.{stored('orders')} DETACH PARTITION eventsql.{former}")
-    platform.registry.unregister_topic("orders", force=True)
-    # As of a topic that another program deleted.
-    session.execute(f"COMMENT ON TABLE eventsql.{former} IS '{DROPPED}'")
+    left_over(platform, session)
     clear = Leftovers.clear
 
     def make_anew(self: Leftovers) -> int:
@@ -288,11 +284,7 @@ def test_a_topic_that_is_made_anew_while_leftovers_are_cleared_keeps_its_segment
 
 
 def test_a_leftover_that_cannot_be_dropped_keeps_no_other_one(platform: EventSQL, session: Connection) -> None:
-    platform.registry.register_topic(Topic("orders", 2))
-    former = segments.segment_name("orders", 0)
-    session.execute(f"ALTER TABLE eventsql.{stored('orders')} DETACH PARTITION eventsql.{former}")
-    platform.registry.unregister_topic("orders", force=True)
-    session.execute(f"COMMENT ON TABLE eventsql.{former} IS '{DROPPED}'")
+    former = left_over(platform, session)
     session.execute(f"CREATE VIEW eventsql.mine AS SELECT eql_id FROM eventsql.{former}")
     platform.registry.register_topic(Topic("others"))
     platform.eraser.execute("others", ["ann"])
@@ -302,10 +294,7 @@ def test_a_leftover_that_cannot_be_dropped_keeps_no_other_one(platform: EventSQL
 
 
 def test_a_segment_that_cannot_be_attached_again_is_told_and_attached_by_the_next_run(
-    platform: EventSQL,
-    sessions: Sessions,
-    monkeypatch: pytest.MonkeyPatch,
-    written_to_late: Callable[[Callable[[], object]], None],
+    platform: EventSQL, sessions: Sessions, monkeypatch: pytest.MonkeyPatch, written_to_late: Late
 ) -> None:
     segment, reading, newest = segments.segment_name("orders", 0), sessions(), SegmentDrops.newest
     monkeypatch.setattr(segment_drops, "LOCK_SECONDS", 0.1)
