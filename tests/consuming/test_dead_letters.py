@@ -412,12 +412,7 @@ def test_two_who_redrive_at_once_redrive_once(platform: EventSQL, sessions: Sess
 
 @pytest.mark.parametrize(("ending", "left"), [("commit", [1, 2, 4, 5, 6, 7]), ("rollback", [1, 2, 3, 4, 5, 6, 7])])
 def test_a_letter_that_another_redrive_is_about_to_commit_is_waited_for(
-    platform: EventSQL,
-    sessions: Sessions,
-    until_blocked: UntilBlocked,
-    *,
-    ending: str,
-    left: list[int],
+    platform: EventSQL, sessions: Sessions, until_blocked: UntilBlocked, *, ending: str, left: list[int]
 ) -> None:
     other = sessions()
     other.execute("INSERT INTO eventsql.redriven_dead_letter (eql_topic, eql_letter_id) VALUES ('orders_dlt', 3)")

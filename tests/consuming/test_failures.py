@@ -342,9 +342,7 @@ def test_a_rejection_that_only_the_commit_shows_is_the_failure_of_its_event(
 
 @pytest.mark.parametrize("state", ["40001", "57014", "55P03"])
 def test_a_commit_that_never_stops_conflicting_ends_as_the_failure_of_its_event(
-    platform: EventSQL,
-    refusing: Callable[[str, str], None],
-    state: str,
+    platform: EventSQL, refusing: Callable[[str, str], None], state: str
 ) -> None:
     platform.shards[0].consumers.commit_retry = CommitRetryLimits(attempts=3, seconds=0.0)
     refusing("NEW.event_id = 1", state)
@@ -363,8 +361,7 @@ def test_a_commit_that_never_stops_conflicting_ends_as_the_failure_of_its_event(
 
 
 def test_an_event_whose_commit_never_stops_conflicting_is_found_among_many_at_once(
-    platform: EventSQL,
-    refusing: Callable[[str, str], None],
+    platform: EventSQL, refusing: Callable[[str, str], None]
 ) -> None:
     platform.registry.register_topic(Topic("orders_dlt"))
     platform.shards[0].consumers.commit_retry = CommitRetryLimits(attempts=2, seconds=0.0)
@@ -388,8 +385,7 @@ def test_an_event_whose_commit_never_stops_conflicting_is_found_among_many_at_on
 
 
 def test_an_event_is_given_its_own_time_whatever_became_of_those_before_it(
-    platform: EventSQL,
-    refusing: Callable[[str, str], None],
+    platform: EventSQL, refusing: Callable[[str, str], None]
 ) -> None:
     platform.shards[0].consumers.commit_retry = CommitRetryLimits(attempts=2, seconds=0.0)
     platform.registry.register_topic(Topic("orders_dlt"))
@@ -842,10 +838,7 @@ def a_factory_that_gives_anything(event: Event, cause: DeadLetterCause) -> Publi
     ],
 )
 def test_an_event_whose_dead_letter_cannot_be_made_is_kept_and_tried_again(
-    platform: EventSQL,
-    caplog: pytest.LogCaptureFixture,
-    factory: DeadLetterFactory,
-    noted: str,
+    platform: EventSQL, caplog: pytest.LogCaptureFixture, factory: DeadLetterFactory, noted: str
 ) -> None:
     spent(platform)
     platform.dead_letters.configure(factory)

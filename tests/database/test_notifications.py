@@ -198,11 +198,7 @@ def test_listener_and_notifier_survive_a_restart_of_the_server(
 
 
 def test_a_listener_behind_a_pooler_finds_out_that_it_hears_nothing(
-    server: EmbeddedPostgres,
-    dsn: str,
-    until: Until,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    server: EmbeddedPostgres, dsn: str, until: Until, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """LISTEN succeeds, and nothing arrives, as on a connection to another database than the notifications'."""
 

@@ -224,11 +224,7 @@ def test_events_of_a_partition_are_committed_in_the_order_in_which_threads_gave_
     max_events=st.sampled_from([1, 5, 1_000]),
 )
 def test_exactly_the_events_that_the_database_refuses_fail(
-    platform: EventSQL,
-    sessions: Sessions,
-    events: list[tuple[int, bool]],
-    flushes: int,
-    max_events: int,
+    platform: EventSQL, sessions: Sessions, events: list[tuple[int, bool]], flushes: int, max_events: int
 ) -> None:
     with sessions() as session:
         session.execute("ALTER TABLE eventsql.event_buffer DROP CONSTRAINT IF EXISTS no_bad")

@@ -122,10 +122,7 @@ def test_a_fixed_batch_is_halved_as_well(platform: EventSQL, refuse: Callable[..
 
 
 def test_batches_grow_again_when_the_server_takes_them(
-    platform: EventSQL,
-    session: Connection,
-    refuse: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
+    platform: EventSQL, session: Connection, refuse: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch_sizes, "BATCH_SECONDS", 1e9)
     publish(platform, *range(8))
@@ -157,10 +154,7 @@ def test_large_events_behind_small_ones_are_moved_in_smaller_batches(
 
 
 def test_a_slow_server_does_not_make_a_batch_larger_that_was_made_small(
-    platform: EventSQL,
-    session: Connection,
-    refuse: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
+    platform: EventSQL, session: Connection, refuse: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch_sizes, "BATCH_SECONDS", -1.0)
     publish(platform, *range(20))
@@ -283,10 +277,7 @@ def test_a_batch_that_is_cancelled_in_the_log_goes_to_the_buffer(
 
 
 def test_the_buffer_is_emptied_in_parts_of_some_size(
-    platform: EventSQL,
-    session: Connection,
-    refuse: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
+    platform: EventSQL, session: Connection, refuse: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(repartitioning, "PART_BYTES", 2)
     publish(platform, *range(9))

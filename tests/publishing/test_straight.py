@@ -165,10 +165,7 @@ def test_while_another_holds_the_topic_a_batch_goes_to_the_buffer_and_order_is_k
 
 
 def test_an_event_that_commits_while_a_publisher_waits_for_the_topic_is_not_overtaken(
-    platform: EventSQL,
-    hold: Callable[[], Connection],
-    until_blocked: UntilBlocked,
-    monkeypatch: pytest.MonkeyPatch,
+    platform: EventSQL, hold: Callable[[], Connection], until_blocked: UntilBlocked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(platform.shards[0].publisher._writer, "_lock_timeout", 100.0)
     holder = hold()
