@@ -98,12 +98,15 @@ def test_a_repeated_deduplication_id_leaves_the_messages_before_it(queue: Queue)
     assert bodies(queue.receive(max_messages=9)) == [b"2", b"3"]
 
 
-def test_deduplication_counts_when_the_first_sender_commits(database: Database, queue: Queue) -> None:
+def test_deduplication_counts_when_the_first_sender_commits(
+    database: Database, queue: Queue, until_blocked: UntilBlocked
+) -> None:
     queue.definition()
     with ThreadPoolExecutor(1) as other, database.connection() as connection:
         with connection.transaction(force_rollback=True):
             queue.send(b"rolled back", deduplication_id="x", connection=connection)
             second = other.submit(queue.send, b"second", deduplication_id="x")
+            until_blocked()
         second.result()
     assert bodies(queue.receive(max_messages=9)) == [b"second"]
 

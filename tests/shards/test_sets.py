@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -25,7 +26,7 @@ from eventsql_orchestration.errors import (
 from eventsql_orchestration.model import Compression
 from eventsql_orchestration.shards.add_shard import ShardAddition
 from eventsql_orchestration.shards.bootstrap import compare
-from eventsql_orchestration.shards.shard_state import ShardState
+from eventsql_orchestration.shards.shard_state import ShardState, ShardStore
 from eventsql_orchestration.storage import compressing
 from tests.conftest import Administrator
 from tests.shards.conftest import Databases, Open
@@ -108,8 +109,6 @@ def test_a_set_whose_making_was_cut_short_is_finished_by_the_next(databases: Dat
 
 def _identity(dsn: str) -> str:
     with EventSQL(dsn) as platform:
-        from eventsql_orchestration.shards.shard_state import ShardStore
-
         return ShardStore(platform.database).state().identity
 
 
@@ -297,7 +296,7 @@ def test_an_addition_names_what_is_in_its_way(databases: Databases, opened: Open
         assert written(third) == []
 
 
-def _dies_after(step: str):  # type: ignore[no-untyped-def]
+def _dies_after(step: str) -> Callable[[str], None]:
     def on_step(done: str) -> None:
         if done == step:
             raise KeyboardInterrupt
