@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import dagster as dg
@@ -15,7 +16,9 @@ from eventsql_orchestration import Consumer, Event, EventSQL, Topic
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.consuming.lag import LagReader
 from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, RunLimits, consumer_asset
+from eventsql_orchestration.dagster.consumers import run_draining
 from eventsql_orchestration.database import Connection
+from eventsql_orchestration.orchestration import drain
 from eventsql_orchestration.storage.metrics import Place
 from tests.dagster.conftest import Metadata, Workbench, registering
 from tests.dagster.location import ledger, record
@@ -127,16 +130,20 @@ def test_a_run_drains_up_to_its_limit_of_events(bench: Workbench) -> None:
     assert isinstance(bench.request(definition), dg.RunRequest), "the rest is the next run's"
 
 
-def test_a_run_drains_up_to_its_limit_of_seconds(bench: Workbench) -> None:
+def test_a_run_drains_up_to_its_limit_of_seconds(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    passed = [0.0]
+
     def slowly(events: Sequence[Event], connection: Connection) -> None:
         record(events, connection)
-        time.sleep(0.8)
+        passed[0] += 1_200.0
 
-    definition = define(slowly, max_events=1, drain_seconds=4.0, drain_idle=60.0)
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0], sleep=time.sleep)
+    for module in (drain, run_draining):
+        monkeypatch.setattr(module, "time", clock)
+    definition = define(slowly, max_events=1, drain_seconds=3_600.0, drain_idle=3_600.0)
     ids = bench.publish("rides", 50)
     bench.run(definition, bench.request(definition))
-    assert 1 < len(bench.effects()) <= 6
-    assert bench.effects() == ids[: len(bench.effects())]
+    assert bench.effects() == ids[:3]
 
 
 def test_a_run_waits_for_further_events_and_consumes_them_too(bench: Workbench) -> None:

@@ -36,7 +36,7 @@ from eventsql_orchestration.dagster.trace.runs import StoredRuns
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import DatabaseUnavailableError, PermissionDeniedError, ValidationError
 from eventsql_orchestration.orchestration.trace.tracer import Tracer
-from eventsql_orchestration.queue import Message, NewMessage, Queue, QueueOptions
+from eventsql_orchestration.queue import Message, NewMessage, Queue, QueueOptions, held_messages
 from tests.dagster.conftest import Metadata, Workbench, sql
 from tests.documents import DAGSTER, examples, play
 from tests.effects import FullDiskError
@@ -269,22 +269,19 @@ def test_executing_a_run_again_replays_nothing(work: Work) -> None:
     assert sorted(work.bench.effects()) == ids
 
 
-def test_heartbeats_keep_the_messages_of_a_slow_batch(work: Work, until: Until) -> None:
-    Queue(work.bench.platform, "pictures", visibility_timeout=6.0).definition()
+def test_heartbeats_keep_the_messages_of_a_slow_batch(
+    work: Work, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(held_messages, "HEARTBEATS", 100_000)
+    Queue(work.bench.platform, "pictures", visibility_timeout=3_600).definition()
     ids = work.send(2)
 
     def slow(messages: Sequence[Message], connection: Connection) -> None:
         write(messages, connection)
-
-        def extended() -> bool:
-            later = (
-                "SELECT min(eql_visible_at) > min(eql_created_at) + interval '6.5 seconds' FROM eventsql.queue_message"
-            )
-            found = sql(work.bench.platform, later)
-            assert not work.queue.receive()
-            return found == [(True,)]
-
-        until(extended)
+        look = "SELECT min(eql_visible_at) FROM eventsql.queue_message"
+        first = sql(work.bench.platform, look)
+        until(lambda: sql(work.bench.platform, look) != first)
+        assert not work.queue.receive()
 
     assert work.run(worker(slow)).success
     assert sorted(work.bench.effects()) == ids

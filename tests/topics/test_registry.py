@@ -281,24 +281,19 @@ def test_a_transaction_that_has_published_may_read_a_topic_that_waits_to_be_drop
     assert platform.registry.topics() == [Topic("payments")]
 
 
-def test_a_deletion_outlasts_the_limit_of_a_statement(
-    platform: EventSQL, direct_dsn: str, session: Connection, sessions: Sessions, until: Until
-) -> None:
+def test_a_deletion_outlasts_the_limit_of_a_statement(platform: EventSQL, direct_dsn: str, session: Connection) -> None:
     platform.registry.register_topic(Topic("orders"))
+    session.execute("CREATE TABLE eventsql.limits (value text)")
     session.execute(
-        "CREATE FUNCTION eventsql.wait() RETURNS trigger LANGUAGE plpgsql AS "
-        "$$ BEGIN PERFORM pg_advisory_xact_lock_shared(1); RETURN OLD; END $$"
+        "CREATE FUNCTION eventsql.look() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
+        "INSERT INTO eventsql.limits VALUES (current_setting('statement_timeout')); RETURN OLD; END $$"
     )
-    session.execute("CREATE TRIGGER slow BEFORE DELETE ON eventsql.topic FOR EACH ROW EXECUTE FUNCTION eventsql.wait()")
-    waits = "SELECT FROM pg_locks WHERE NOT granted AND waitstart < clock_timestamp() - interval '1 s' AND objid = 1"
-    holder, options = sessions(), {"options": "-c statement_timeout=500"}
-    holder.execute("SELECT pg_advisory_xact_lock(1)")
+    session.execute("CREATE TRIGGER look BEFORE DELETE ON eventsql.topic FOR EACH ROW EXECUTE FUNCTION eventsql.look()")
+    options = {"options": "-c statement_timeout=60s"}
     dsn = make_url(direct_dsn).update_query_dict(options).render_as_string(False)
-    with EventSQL(dsn, transfer=False) as limited, ThreadPoolExecutor(1) as executor:
-        deleting = executor.submit(limited.registry.unregister_topic, "orders")
-        until(lambda: deleting.done() or session.execute(waits).rowcount)
-        holder.rollback()
-        deleting.result()
+    with EventSQL(dsn, transfer=False) as limited:
+        limited.registry.unregister_topic("orders")
+    assert session.execute("SELECT value FROM eventsql.limits").fetchall() == [("0",)]
     assert platform.registry.topics() == []
 
 
