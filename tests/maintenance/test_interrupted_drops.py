@@ -19,7 +19,7 @@ from eventsql_orchestration.storage import segment_drops, segments
 from eventsql_orchestration.storage.segment_drops import SegmentDrops
 from eventsql_orchestration.topics.leftovers import Leftovers
 from tests.forms import in_blocks, stored
-from tests.maintenance.test_retention import age, consume, fill, first, last_before
+from tests.maintenance.test_retention import age, consume, fill, first, last_before, retained
 
 if TYPE_CHECKING:
     from tests.fixtures import Sessions, UntilBlocked
@@ -34,8 +34,7 @@ pytestmark = pytest.mark.usefixtures("small_segments")
 def test_a_drop_that_is_cut_off_is_finished_by_the_next_run(
     platform: EventSQL, sessions: Sessions, session: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=27)))
-    fill(platform, 50)
+    retained(platform, events=27)
     last = last_before(platform, 20)
     monkeypatch.setattr(retention, "WAIT_SECONDS", 0.2)
     reading = sessions()
@@ -53,8 +52,7 @@ def test_a_drop_that_is_cut_off_is_finished_by_the_next_run(
 def test_a_segment_that_is_detached_and_not_dropped_yet_is_dropped_by_the_next_run(
     platform: EventSQL, session: Connection
 ) -> None:
-    platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=27)))
-    fill(platform, 50)
+    retained(platform, events=27)
     ours, theirs = detach_first(session), segments.segment_name("orders", 10)
     session.execute(f"COMMENT ON TABLE eventsql.{ours} IS '{DROPPED}'")
     session.execute(f"ALTER TABLE eventsql.{stored('orders')} DETACH PARTITION eventsql.{theirs} CONCURRENTLY")
@@ -84,8 +82,7 @@ def left_over(platform: EventSQL, connection: Connection) -> str:
 @pytest.fixture
 def kept_aside(platform: EventSQL, session: Connection) -> Callable[[], bool]:
     """Makes a topic whose first segment is due; tells whether the segment's table is still there."""
-    platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=27)))
-    fill(platform, 50)
+    retained(platform, events=27)
     table = f"eventsql.{segments.segment_name('orders', 0)}"
     return lambda: session.execute("SELECT to_regclass(%s) IS NOT NULL", [table]).fetchone() == (True,)
 
@@ -129,9 +126,7 @@ def test_a_segment_whose_detach_an_earlier_version_began_is_dropped_only_if_it_w
     platform: EventSQL, session: Connection, sessions: Sessions, until_blocked: UntilBlocked
 ) -> None:
     """An earlier version noted nothing that would tell whether a segment was written to since."""
-    platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=27)))
-    platform.registry.register_consumer(Consumer("orders", "all"))
-    fill(platform, 50)
+    retained(platform, consumer="all", events=27)
     reading, killed = sessions(), sessions()
     killed.autocommit = True
     reading.execute("SELECT count(*) FROM eventsql.orders_event")

@@ -35,6 +35,14 @@ def fill(platform: EventSQL, count: int, topic: str = "orders", **fields: Any) -
         platform.transfer.run_once()
 
 
+def retained(platform: EventSQL, count: int = 50, *, consumer: str | None = None, **kept: Any) -> None:
+    """Make `orders`, of which so much is kept, and a consumer if one is named, and publish."""
+    platform.registry.register_topic(Topic("orders", 2, retention=Retention(**kept)))
+    if consumer is not None:
+        platform.registry.register_consumer(Consumer("orders", consumer))
+    fill(platform, count)
+
+
 def age(session: Connection, seconds: float, upto: int) -> None:
     """Let events up to an offset be so much older. A block is as old as its last event."""
     session.execute(
@@ -69,8 +77,7 @@ def test_everything_is_kept_where_nothing_else_is_said(platform: EventSQL) -> No
 
 
 def test_segments_beyond_a_number_of_events_go(platform: EventSQL) -> None:
-    platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=27)))
-    fill(platform, 60)
+    retained(platform, 60, events=27)
     last = last_before(platform, 30)
     (dropped,) = platform.retention.run_once()
     assert (dropped.topic, dropped.segments, dropped.upto, dropped.held_by) == ("orders", 3, last, None)
@@ -82,8 +89,7 @@ def test_segments_beyond_a_number_of_events_go(platform: EventSQL) -> None:
 
 
 def test_segments_beyond_an_age_go(platform: EventSQL, session: Connection) -> None:
-    platform.registry.register_topic(Topic("orders", 2, retention=Retention(seconds=3600)))
-    fill(platform, 50)
+    retained(platform, seconds=3600)
     assert platform.retention.run_once()[0].segments == 0
     last = last_before(platform, 20)
     age(session, 7200, upto=24)
@@ -92,8 +98,7 @@ def test_segments_beyond_an_age_go(platform: EventSQL, session: Connection) -> N
 
 
 def test_segments_beyond_a_size_go(platform: EventSQL) -> None:
-    platform.registry.register_topic(Topic("orders", 2, retention=Retention(bytes=200_000)))
-    fill(platform, 20)
+    retained(platform, 20, bytes=200_000)
     fill(platform, 20, key="k" * 10_000)
     for _ in range(3):
         platform.publisher.publish_all(Publication("orders", os.urandom(30_000)) for _ in range(10))
@@ -106,8 +111,7 @@ def test_segments_beyond_a_size_go(platform: EventSQL) -> None:
 def test_a_topic_of_few_events_loses_them_too_because_its_segment_is_closed_in_time(
     platform: EventSQL, session: Connection
 ) -> None:
-    platform.registry.register_topic(Topic("orders", 2, retention=Retention(seconds=3600)))
-    fill(platform, 5)
+    retained(platform, 5, seconds=3600)
     age(session, 3600 / retention.ROLL_SHARE + 1, upto=5)
     assert platform.retention.run_once()[0].segments == 0
     fill(platform, 5)
@@ -148,17 +152,14 @@ def test_a_partition_without_events_in_a_segment_does_not_hold_it(platform: Even
 
 
 def test_force_drops_what_a_consumer_has_not_passed_and_it_goes_on_with_what_is_left(platform: EventSQL) -> None:
-    platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=10)))
-    platform.registry.register_consumer(Consumer("orders", "slow"))
-    fill(platform, 50)
+    retained(platform, consumer="slow", events=10)
     last = last_before(platform, 40)
     assert platform.retention.run_once(["orders"], force=True)[0].segments == 4
     assert consume(platform, "slow") == 50 - last
 
 
 def test_a_look_changes_nothing(platform: EventSQL) -> None:
-    platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=10)))
-    fill(platform, 50)
+    retained(platform, events=10)
     last = last_before(platform, 40)
     (planned,) = platform.retention.run_once(execute=False)
     assert platform.reader.count("orders") == 50
@@ -190,8 +191,7 @@ def test_an_unknown_topic_is_refused(platform: EventSQL) -> None:
 def test_readers_and_publishers_go_on_while_a_segment_waits_for_a_transaction_that_reads_it(
     platform: EventSQL, sessions: Sessions, until_blocked: UntilBlocked
 ) -> None:
-    platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=27)))
-    fill(platform, 50)
+    retained(platform, events=27)
     gone, last = last_before(platform, 10), last_before(platform, 20)
     reading = sessions()
     reading.execute("SELECT count(*) FROM eventsql.orders_event")
@@ -210,9 +210,7 @@ def test_readers_and_publishers_go_on_while_a_segment_waits_for_a_transaction_th
 def test_a_seek_back_waits_for_a_drop_and_a_drop_for_a_seek(
     platform: EventSQL, sessions: Sessions, until_blocked: UntilBlocked
 ) -> None:
-    platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=27)))
-    platform.registry.register_consumer(Consumer("orders", "all"))
-    fill(platform, 50)
+    retained(platform, consumer="all", events=27)
     consume(platform, "all")
     seeking = sessions()
     seeking.execute("SELECT pg_advisory_xact_lock(%s)", [REGISTRY_LOCK])
@@ -264,8 +262,7 @@ def test_a_topic_that_cannot_lose_its_segments_now_does_not_keep_others_from_it(
 def test_a_time_that_python_cannot_represent_counts_by_its_age(
     platform: EventSQL, session: Connection, year: str
 ) -> None:
-    platform.registry.register_topic(Topic("orders", 2, retention=Retention(seconds=3600)))
-    fill(platform, 50)
+    retained(platform, seconds=3600)
     last = last_before(platform, 10)
     session.execute(f"UPDATE eventsql.{stored('orders')} SET eql_created_at = '{year}' WHERE eql_id = %s", [last])
     assert platform.retention.run_once()[0].segments == (1 if year.endswith("BC") else 0)
@@ -298,8 +295,7 @@ def test_an_error_of_retention_keeps_no_log_from_its_compaction_and_both_errors_
 def test_two_that_retain_at_once_do_not_disturb_each_other(
     platform: EventSQL, sessions: Sessions, until_blocked: UntilBlocked, dsn: str
 ) -> None:
-    platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=27)))
-    fill(platform, 50)
+    retained(platform, events=27)
     reading = sessions()
     reading.execute("SELECT count(*) FROM eventsql.orders_event")
     with ThreadPoolExecutor() as executor, EventSQL(dsn, transfer=False) as other:
