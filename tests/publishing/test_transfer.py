@@ -114,34 +114,6 @@ def test_batches_of_any_size_move_everything(
 # Order and visibility
 
 
-def test_an_event_that_commits_late_comes_after_what_was_moved_before_it(
-    platform: EventSQL, sessions: Sessions
-) -> None:
-    early, late = sessions(), sessions()
-    platform.publisher.publish(order("drew the smaller id"), connection=early)
-    platform.publisher.publish(order("drew the larger id"), connection=late)
-    late.commit()
-    platform.transfer.run_once()
-    assert values(platform) == ["drew the larger id"]
-    early.commit()
-    platform.transfer.run_once()
-    assert values(platform) == ["drew the larger id", "drew the smaller id"]
-
-
-def test_ids_of_transactions_that_are_rolled_back_leave_gaps_and_nothing_else(
-    platform: EventSQL, sessions: Sessions
-) -> None:
-    for number in range(6):
-        session = sessions()
-        platform.publisher.publish_all([order(number), order(number)], connection=session)
-        if number % 2:
-            session.rollback()
-        else:
-            session.commit()
-        platform.transfer.run_once()
-    assert values(platform) == ["0", "0", "2", "2", "4", "4"]
-
-
 class Interleaving:
     """Publishers that insert and end in a given order, with a transfer and a reader after every step."""
 
