@@ -247,18 +247,6 @@ def test_a_paused_consumer_consumes_nothing_until_it_is_resumed(platform: EventS
 # Threads
 
 
-def test_more_partitions_than_threads_take_slots(platform: EventSQL, until: Until) -> None:
-    platform.registry.register_topic(Topic("wide", 12))
-    platform.registry.register_consumer(Consumer("wide", "mailer", partitioned=True))
-    seen = Seen()
-    with platform.shards[0].consumers.start_batch("wide", "mailer", seen, polling_delay=0.01) as consumption:
-        assert len(consumption._threads) < 12
-        for _ in range(2):
-            platform.publisher.publish_all(Publication("wide", b"", partition=number) for number in range(12))
-            platform.transfer.run_once()
-        until(lambda: len(seen.ids) == 24)
-
-
 @pytest.mark.parametrize("workers", [2, 10])
 def test_as_many_partitions_are_consumed_side_by_side_as_there_are_workers(platform: EventSQL, workers: int) -> None:
     platform.registry.register_topic(Topic("wide", 6))
@@ -470,15 +458,6 @@ def noting(
         return function(first, *rest, **named)
 
     return noted
-
-
-def test_a_consumer_wakes_up_when_new_events_are_notified_of(platform: EventSQL, until: Until) -> None:
-    seen = Seen()
-    with platform.shards[0].consumers.start("payments", "mailer", seen.one, polling_delay=NEVER) as consumption:
-        until_idle(consumption, until)
-        for count in (1, 2, 3):
-            fill(platform, 1, "payments")
-            until(lambda count=count: len(seen.ids) == count)  # type: ignore[misc]  # bound
 
 
 def test_a_process_that_transfers_wakes_consumers_of_another(dsn: str, platform: EventSQL, until: Until) -> None:
