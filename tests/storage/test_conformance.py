@@ -113,18 +113,15 @@ def ids(events: Sequence[Event]) -> list[int]:
 # Appending
 
 
-def test_an_appended_event_is_read_as_it_was_published(log: Log) -> None:
-    log.append(Publication(TOPIC, b"\x00\xff", key="ä", metadata={"a": "b"}, partition=2), at=NOON)
+@pytest.mark.parametrize(("value", "key", "metadata"), [(b"\x00\xff", "ä", {"a": "b"}), (b"", None, {})])
+def test_an_appended_event_is_read_as_it_was_published(
+    log: Log, value: bytes, key: str | None, metadata: dict[str, str]
+) -> None:
+    log.append(Publication(TOPIC, value, key=key, metadata=metadata, partition=2), at=NOON)
     (event,) = reader.read(log.session, TOPIC)
-    assert (event.topic, event.id, event.partition, event.key) == (TOPIC, 1, 2, "ä")
-    assert (event.value, event.metadata) == (b"\x00\xff", {"a": "b"})
+    assert (event.topic, event.id, event.partition, event.key) == (TOPIC, 1, 2, key)
+    assert (event.value, event.metadata) == (value, metadata)
     assert (event.buffered_at, event.created_at) == (NOON - timedelta(seconds=1), NOON)
-
-
-def test_an_event_without_key_and_metadata_has_none(log: Log) -> None:
-    log.append(Publication(TOPIC, b""))
-    (event,) = reader.read(log.session, TOPIC)
-    assert (event.key, event.value, event.metadata) == (None, b"", {})
 
 
 def test_events_of_a_transaction_that_rolls_back_are_not_in_the_log(log: Log) -> None:
