@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -99,7 +99,9 @@ class Logs:
         self._ranges = LogRanges(self._schema)
         self.registry = Registry(database)
         self._own: ShardSet | None = None
-        self.topic_partitions = self._found_partitions()
+        self.created: dict[str, str] = {}
+        """The time when each topic was created: the identity of its log."""
+        self.topic_partitions = [tp for topic in self._found_topics() for tp in self._partitions_of(topic)]
 
     @property
     def name(self) -> str | None:
@@ -113,9 +115,10 @@ class Logs:
 
     @_on_its_shard
     def refresh(self) -> None:
-        """Find new partitions of topics whose partitions each have an offset."""
+        """Find topics that were created again, and new partitions of topics whose partitions each have an offset."""
+        topics = self._found_topics()
         if any(each is None and self._partition_bounds(topic) for topic, each in self._options.topics.items()):
-            self.topic_partitions = self._found_partitions()
+            self.topic_partitions = [tp for topic in topics for tp in self._partitions_of(topic)]
 
     @_on_its_shard
     def check_bounds(self) -> None:
@@ -131,10 +134,11 @@ class Logs:
         every = (self._options.starting, self._options.ending)
         return {bounds.option: given for bounds in every if (given := bounds.by_partition(topic)) is not None}
 
-    def _found_partitions(self) -> list[TopicPartition]:
+    def _found_topics(self) -> list[Topic]:
         topics = [self.registry.topic(name) for name in self._options.topics]
         self._own = next((topic.shards for topic in topics), None)
-        return [tp for topic in topics for tp in self._partitions_of(topic)]
+        self.created = {each.name: each.created_at.astimezone(UTC).isoformat() for each in topics if each.created_at}
+        return topics
 
     def _partitions_of(self, topic: Topic) -> list[TopicPartition]:
         asked, bounds = self._options.topics[topic.name], self._partition_bounds(topic.name)

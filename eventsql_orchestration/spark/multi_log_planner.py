@@ -107,7 +107,9 @@ class AllLogs:
         return (mark, ALONE) if self._states[0].generations[0] == {mark} else (mark,)
 
     def refresh(self) -> None:
-        """Find new partitions of topics. Raises `ShardSetError` if a shard was added whose URL is not given."""
+        """Look at the topics again, as `Logs.refresh`. Raises `ShardSetError` if a shard was added whose URL is not
+        given.
+        """
         for logs in self._logs:
             logs.refresh()
         if self._states:

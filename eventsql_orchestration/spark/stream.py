@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
@@ -26,11 +26,15 @@ if TYPE_CHECKING:
     from eventsql_orchestration.spark.progress import StreamProgress
 
 
+CREATED: Final = "created at"
+"""The key of the times when the topics were created, beside the topics in a stream's offset. No topic has this name."""
+
+
 class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow):
     """Reads topics as they grow. A stream's offset is the next offset to read, as in the option.
 
     The checkpoint has {topic: {shard: offset}}, or {topic: {shard: {partition: offset}}} if partitions have their own
-    offsets. A database that is not a shard is called "0".
+    offsets, and under `CREATED` {topic: {shard: time}}. A database that is not a shard is called "0".
 
     `commit` and `latestOffset` both write a consumer's progress. Spark does not call `commit` after the last batch of
     AvailableNow or after a restart, but it calls `latestOffset` with a start up to which everything is processed.
@@ -145,16 +149,19 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
 
     def _offset(self, nexts: Mapping[TopicPartition, int]) -> dict[str, Any]:
         offset: dict[str, Any] = {}
+        created: dict[str, dict[str, str]] = {}
         for tp, following in nexts.items():
             shards, mark = offset.setdefault(tp.topic, {}), self._open().marks(tp)[0]
             if tp.partition == NOT_PARTITIONED:
                 shards[mark] = following
             else:
                 shards.setdefault(mark, {})[str(tp.partition)] = following
-        return offset
+            created.setdefault(tp.topic, {})[mark] = self._open().of(tp).created[tp.topic]
+        return {**offset, CREATED: created}
 
-    def _nexts(self, offset: dict[str, Any]) -> dict[TopicPartition, int]:
+    def _nexts(self, checkpoint: Mapping[str, Any]) -> dict[TopicPartition, int]:
         """The next offset of each topic partition; the first offset if the checkpoint has none."""
+        offset = {topic: shards for topic, shards in checkpoint.items() if topic != CREATED}
         if gone := sorted(offset.keys() - self._options.topics.keys()):
             raise ValidationError(
                 f"option subscribe: the checkpoint has offsets of {', '.join(gone)}, which this stream does not read: "
@@ -168,6 +175,7 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
                 "shards, or begin with a new checkpoint"
             )
         self._check_partitions(offset)
+        self._check_created(checkpoint.get(CREATED, {}))
         return {tp: FIRST if (found := self._found(offset, tp)) is None else found for tp in topic_partitions}
 
     def _check_partitions(self, offset: Mapping[str, Any]) -> None:
@@ -192,10 +200,27 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
                 "read: begin with a new checkpoint"
             )
 
+    def _check_created(self, created: Mapping[str, Any]) -> None:
+        """Raise `EventSQLError` if a topic was created again: the offsets of the checkpoint are of another log.
+
+        A topic or a shard that is new to the stream has no time yet.
+        """
+        for tp in self._open().topic_partitions:
+            before, now = self._of_shard(created, tp), self._open().of(tp).created[tp.topic]
+            if before not in (None, now):
+                raise EventSQLError(
+                    f"{tp.whole} was created again at {now}, and this stream has read the topic that was created at "
+                    f"{before}: begin with a new checkpoint"
+                )
+
+    def _of_shard(self, found: Mapping[str, Any], tp: TopicPartition) -> Any:
+        """What the checkpoint has for a topic on its shard, if anything."""
+        shards = found.get(tp.topic, {})
+        return next((shards[mark] for mark in self._open().marks(tp) if mark in shards), None)
+
     def _found(self, offset: Mapping[str, Any], tp: TopicPartition) -> int | None:
         """The checkpoint's next offset of a topic partition, if it has one."""
-        shards = offset.get(tp.topic, {})
-        found = next((shards[mark] for mark in self._open().marks(tp) if mark in shards), None)
+        found = self._of_shard(offset, tp)
         if isinstance(found, dict):
             if tp.partition == NOT_PARTITIONED:
                 raise ValidationError(

@@ -195,5 +195,5 @@ def test_a_stream_goes_on_without_a_partition_that_the_topic_has_lost_with_its_e
     # As retention does, once it has dropped the events of the former layout.
     with platform.database.connection() as connection:
         connection.execute("DELETE FROM eventsql.topic_layout WHERE eql_partitions = 4")
-    assert reader.latestOffset(start, ALL) == {repartitioned: {"0": {"0": 1_501, "1": 1_501}}}
+    assert reader.latestOffset(start, ALL)[repartitioned] == {"0": {"0": 1_501, "1": 1_501}}
     reader.stop()

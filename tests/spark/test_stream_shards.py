@@ -134,7 +134,7 @@ def test_a_stream_that_restarts_reads_exactly_what_is_missing_on_each_shard(
     assert numbers(batches) == list(range(430))
     (last,) = {path.name for path in (checkpoint / "offsets").iterdir() if path.name.isdecimal()} - {"0", "1"}
     offset = json.loads((checkpoint / "offsets" / last).read_text().splitlines()[-1])
-    assert offset == {"orders": ends_of(platform)}
+    assert offset["orders"] == ends_of(platform)
 
 
 def test_shards_share_a_limit_as_evenly_as_they_have_events(platform: EventSQL, dsn: str) -> None:
@@ -142,7 +142,7 @@ def test_shards_share_a_limit_as_evenly_as_they_have_events(platform: EventSQL, 
     nearly = {"orders": {"shard-1": ends["shard-1"] - 10, "shard-2": 1}}
     with streaming(dsn, startingOffsets=json.dumps(nearly)) as reader:
         start = reader.initialOffset()
-        assert start == nearly
+        assert start["orders"] == nearly["orders"]
         end = reader.latestOffset(start, ReadMaxRows(100))
         assert events_in(reader, start, end) == {"shard-1": 10, "shard-2": 90}
     with streaming(dsn, maxOffsetsPerTrigger=1) as reader, pytest.raises(ValidationError, match="1 is too few for 2"):
@@ -152,10 +152,11 @@ def test_shards_share_a_limit_as_evenly_as_they_have_events(platform: EventSQL, 
 def test_a_stream_starts_at_the_end_of_each_shard(platform: EventSQL, dsn: str) -> None:
     with streaming(dsn) as reader:
         start = reader.initialOffset()
-        assert start == {"orders": ends_of(platform)}
+        assert start["orders"] == ends_of(platform)
         publish(platform, range(400, 440))
         end = reader.latestOffset(start, ReadAllAvailable())
-        assert end == reader.reportLatestOffset() == {"orders": ends_of(platform)}
+        assert end == reader.reportLatestOffset()
+        assert end["orders"] == ends_of(platform)
         assert sum(events_in(reader, start, end).values()) == 40
 
 
@@ -187,7 +188,7 @@ def test_a_key_s_older_events_come_before_those_of_the_shard_that_it_moved_to(
         start = reader.initialOffset()
     add(*urls, prepare=True)
     with streaming(every) as reader:
-        assert reader.initialOffset() == {"orders": {**ends_of(platform), "shard-3": 1}}
+        assert reader.initialOffset()["orders"] == {**ends_of(platform), "shard-3": 1}
         add(*urls)
         with EventSQL(*urls, transfer=False) as grown:
             publish(grown, range(400, 800))
@@ -208,18 +209,18 @@ def test_a_stream_goes_on_when_its_database_becomes_a_shard(urls: list[str], add
         publish(alone, range(100))
     with streaming(urls[0], startingOffsets="earliest") as reader:
         before = reader.initialOffset()
-        assert before == {"orders": {"0": 1}}
+        assert before["orders"] == {"0": 1}
     add(*urls[:2])
     with streaming(" ".join(urls[:2])) as reader:
         end = reader.latestOffset(before, ReadAllAvailable())
-        assert end == {"orders": {"shard-1": 101, "shard-2": 1}}
+        assert end["orders"] == {"shard-1": 101, "shard-2": 1}
         assert events_in(reader, before, end) == {"shard-1": 100}
     # Of one shard alone, the checkpoint says which it is.
     with streaming(urls[0]) as reader:
-        assert reader.latestOffset(before, ReadAllAvailable()) == {"orders": {"shard-1": 101}}
+        assert reader.latestOffset(before, ReadAllAvailable())["orders"] == {"shard-1": 101}
     with streaming(urls[1], startingOffsets="earliest") as reader:
         second = reader.initialOffset()
-        assert second == {"orders": {"shard-2": 1}}
+        assert second["orders"] == {"shard-2": 1}
     with (
         streaming(urls[0]) as reader,
         pytest.raises(ValidationError, match=r"option dsn: .* offsets of shard 'shard-2'"),
@@ -286,7 +287,7 @@ def test_a_consumer_s_progress_is_written_on_each_shard(platform: EventSQL, dsn:
     assert sum(lag.events for lag in platform.lag("orders")) == 400
     with streaming(dsn, consumer="lake") as reader:
         start = reader.initialOffset()
-        assert start == {"orders": {"shard-1": 1, "shard-2": 1}}
+        assert start["orders"] == {"shard-1": 1, "shard-2": 1}
         end = reader.latestOffset(start, ReadAllAvailable())
         reader.commit(end)
     assert sum(lag.events for lag in platform.lag("orders")) == 0
@@ -305,7 +306,7 @@ def test_a_stream_s_consumer_that_is_held_back_on_a_new_shard_makes_progress(
             offset = reader.initialOffset()
             for _ in range(2):
                 offset = reader.latestOffset(offset, ReadAllAvailable())
-            assert offset == {"orders": ends_of(grown)}
+            assert offset["orders"] == ends_of(grown)
             reader.commit(offset)
         assert sum(lag.events for lag in grown.lag("orders")) == 0
         assert grown.held_back() == []
