@@ -143,14 +143,14 @@ class Registry:
             raise RedefinitionError(
                 f"topic {topic.name!r} has {had} and cannot get {wanted}, because it has {reason}: {remedy}"
             )
-        # The ids of its log begin anew.
+        # The ids of its log begin anew, so it is another log.
         for kept_by in (tables.topic_layout, tables.shard_fence):
             connection.execute(delete(kept_by).where(kept_by.c.eql_topic == topic.name))
         _forget_redrives(connection, topic.name)
         connection.execute(
             update(tables.topic)
             .where(_t.eql_name == topic.name)
-            .values(eql_partitions=topic.partitions, eql_layout=_t.eql_layout + 1)
+            .values(eql_partitions=topic.partitions, eql_layout=_t.eql_layout + 1, eql_created_at=func.now())
         )
         log_table.drop_log(connection, schema_of(connection), topic.name)
 

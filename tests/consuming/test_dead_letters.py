@@ -16,6 +16,8 @@ from eventsql_orchestration.consuming.dead_letters import LetterFilter, RedriveP
 from eventsql_orchestration.database import Queries
 from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError, TopicNotFoundError, ValidationError
 from eventsql_orchestration.storage.log_queries import LogQueries
+from eventsql_orchestration.topics.partitioner import partition_of_key
+from tests.forms import stored
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -493,6 +495,18 @@ def test_letters_of_a_topic_that_was_redefined_were_not_redriven(platform: Event
     platform.registry.register_topic(Topic("orders_dlt", 2))
     give_up(platform)
     assert platform.dead_letters.redrive("orders") == 7
+
+
+def test_letters_go_to_the_partition_of_their_key_in_a_topic_that_was_redefined(platform: EventSQL) -> None:
+    for consumer in ("mailer", "audit"):
+        platform.registry.unregister_consumer("orders", consumer)
+    with platform.database.connection() as connection:
+        connection.execute(f"DELETE FROM eventsql.{stored('orders')}")
+    platform.registry.register_topic(Topic("orders", 5))
+    assert platform.dead_letters.redrive("orders") == 7
+    platform.transfer.run_once()
+    events = platform.reader.read("orders")
+    assert [event.partition for event in events] == [partition_of_key(str(event.key), 5) for event in events]
 
 
 def test_redrives_of_a_log_that_another_program_deleted_are_forgotten(platform: EventSQL) -> None:

@@ -110,6 +110,16 @@ def test_a_topic_without_events_and_consumers_may_change_its_partitions(platform
     assert platform.reader.count("orders") == 3
 
 
+def test_a_topic_that_has_changed_its_partitions_is_a_new_topic(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders"))
+    first = platform.registry.topic("orders").created_at
+    platform.registry.register_topic(Topic("orders", 3))
+    second = platform.registry.topic("orders").created_at
+    assert first is not None
+    assert second is not None
+    assert first < second
+
+
 @pytest.mark.parametrize("what", ["log", "buffer", "consumer"])
 def test_a_topic_with_events_or_a_consumer_keeps_its_partitions(platform: EventSQL, what: str) -> None:
     platform.registry.register_topic(Topic("orders", 3))
