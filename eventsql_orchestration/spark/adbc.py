@@ -357,8 +357,8 @@ def translate(error: Exception, source: Source, what: str) -> DatabaseError:
     state = getattr(error, "sqlstate", None)
     said = str(error).strip()
     detail = next((line.strip() for line in said.splitlines() if line.strip()), type(error).__name__)
-    if state is None and isinstance(error, ProgrammingError | psycopg.ProgrammingError):
-        # The driver itself raised it. For example, ADBC's library is missing on this machine.
+    if state is None and isinstance(error, ProgrammingError | psycopg.ProgrammingError | psycopg.DataError):
+        # The driver itself raised it. For example, ADBC's library is missing, or a text has a NUL character.
         return DatabaseError(f"{what}: {detail}")
     if not isinstance(error, RefusedError) and (state is None or state.startswith(("08", "57P", "53"))):
         return DatabaseUnavailableError(f"{what}: {source.label} cannot be reached, or went away: {detail}")

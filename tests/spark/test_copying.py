@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import adbc_driver_postgresql  # type: ignore[import-untyped]  # it has no types
 import psycopg
 import pytest
+from pyspark import TaskContext
 
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError
 from eventsql_orchestration.model import NOT_PARTITIONED, OffsetRange
 from eventsql_orchestration.spark.adbc import CopyConnection, CutOffError, Piece, Projection, RefusedError, read_batches
+from eventsql_orchestration.spark.copying import TableCopy
 from eventsql_orchestration.spark.options import Source
 from tests.waiting import wait_until
 
@@ -78,6 +82,18 @@ def test_a_driver_whose_library_is_missing_is_not_said_to_have_lost_the_server(
     monkeypatch.setattr(adbc_driver_postgresql, "_driver_path", lambda: "/no/such/library.so")
     with pytest.raises(DatabaseError) as failure:
         list(read_batches(source, [Piece(RANGE, "orders_event", 1)], Projection(["offset"])))
+    assert not isinstance(failure.value, DatabaseUnavailableError)
+
+
+def test_a_row_that_the_driver_refuses_is_not_said_to_have_lost_the_server(
+    source: Source, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TaskContext, "get", lambda: Mock(partitionId=lambda: 0))
+    with psycopg.connect(dsn, autocommit=True) as administrator:
+        administrator.execute("CREATE TABLE public.line (line text)")
+        administrator.execute("CREATE TABLE public.ledger (of_table text, part integer, PRIMARY KEY (of_table, part))")
+    with pytest.raises(DatabaseError) as failure:
+        TableCopy(source, "public", "line", "ledger", ["line"])([("a NUL character: \x00",)])
     assert not isinstance(failure.value, DatabaseUnavailableError)
 
 
