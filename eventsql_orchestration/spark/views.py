@@ -70,8 +70,9 @@ class SparkViewFeed(ViewFeed):
         - of logs: `offset`, `resource`, `line`, `written_at`, and `level` and `attributes` (JSON as text), which may
           be left out.
 
-        `tenant` may be one more column of each. Entries are in the order of `offset`, the events' offset; if an event
-        makes several entries, they are in the order of the column `number`, if there is one.
+        `tenant` may be one more column of each; if a rollup has a dimension, value or text of that name, its entries
+        have no tenant. Entries are in the order of `offset`, the events' offset; if an event makes several entries,
+        they are in the order of the column `number`, if there is one.
         """
 
 
@@ -152,7 +153,7 @@ def _columns(view: Timeline | Rollup | Logs, entries: DataFrame, oldest: datetim
         given = {"eql_bucket": _floored(f.col("at"), view.grain), **_checked(_rollup_rules(view))}
     else:
         given = _entry_columns(view, types)
-    given["eql_tenant"] = f.col("tenant") if "tenant" in types else f.lit(NO_TENANT)
+    given["eql_tenant"] = f.col("tenant") if "tenant" in types.keys() - set(wanted) else f.lit(NO_TENANT)
     kept = entries if oldest is None else entries.where(f.col(time_of) > f.lit(oldest))
     return kept.select(*(column.alias(name) for name, column in given.items()))
 

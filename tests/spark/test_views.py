@@ -16,8 +16,9 @@ from eventsql_orchestration import Connection, Consumer, Event, EventFilter, Eve
 from eventsql_orchestration.errors import ViewConflictError
 from eventsql_orchestration.spark.copying import TableCopy
 from eventsql_orchestration.spark.options import Source
-from eventsql_orchestration.spark.views import SparkViewFeed, SparkViewFill
-from eventsql_orchestration.views import LogEntry, RollupEntry, ViewComparison, ViewFilling
+from eventsql_orchestration.spark.views import SparkViewFeed, SparkViewFill, _columns
+from eventsql_orchestration.views import Definition, LogEntry, Rollup, RollupEntry, ViewComparison, ViewFilling
+from eventsql_orchestration.views.partitions import NO_TENANT
 from tests.views.conftest import DAY, MINUTE, NOON, SKETCHES
 from tests.views.test_rebuilding import CONSUMER, FEEDS, TOPIC, Counts, Feed, Lines, Steps, World, read
 
@@ -170,52 +171,56 @@ def test_a_part_that_outlives_its_rebuild_writes_nothing(world: World, spark: Sp
     assert world.views.compare(BulkCounts()).equal
 
 
+ENTRY = """
+SELECT *, timestamp_seconds(1732104000) AS at, timestamp_seconds(1732104000) AS occurred_at,
+       timestamp_seconds(1732104000) AS written_at
+FROM VALUES (0L, 'a', '{}', 1, '1', 'line', 'info', '{}')
+    AS entry (offset, resource, data, minutes, digits, line, level, attributes)
+"""
+"""An entry of any view."""
+
+COUNTS = Rollup("counts", MINUTE, ("resource",), ("minutes",), distinct=("digits",))
+
+
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("view", "wrong", "message"),
     [
-        ({"minutes": "nullif(minutes, 2)"}, "value minutes of the frame is null"),
-        ({"resource": "repeat('a', 200 + minutes)"}, "dimension resource of the frame .* more than 200 characters"),
-        ({"digits": "replace(digits, '2')"}, "distinct text digits of the frame is null or empty"),
+        (COUNTS, {"minutes": "nullif(minutes, 1)"}, "value minutes of the frame is null"),
+        (COUNTS, {"resource": "repeat('a', 201)"}, "dimension resource of the frame .* more than 200 characters"),
+        (COUNTS, {"digits": "''"}, "distinct text digits of the frame is null or empty"),
+        (Steps.view, {"resource": "repeat('a', 201)"}, "resource of the frame is null or not a name"),
+        (Steps.view, {"resource": r"concat('a', '\n')"}, "resource of the frame is null or not a name"),
+        (Steps.view, {"data": "'[1]'"}, "data of the frame is null or not a JSON object"),
+        (Lines.view, {"level": "' info'"}, "level of the frame is null or not a name"),
+        (Lines.view, {"attributes": "'1'"}, "attributes of the frame is null or not a JSON object"),
     ],
 )
-def test_an_entry_that_the_view_would_refuse_fails_the_rebuild(
-    world: World, spark: SparkSession, wrong: dict[str, str], message: str
+def test_an_entry_that_the_view_would_refuse_is_named(
+    spark: SparkSession, view: Definition, wrong: dict[str, str], message: str
 ) -> None:
-    world.publish(*range(4))
-    world.consume()
+    entries = spark.sql(ENTRY)
+    assert len(_columns(view, entries, None).collect()) == 1
+    wrong_entries = entries.withColumns({name: f.expr(text) for name, text in wrong.items()})
+    with pytest.raises(PySparkException, match=message):
+        _columns(view, wrong_entries, None).collect()
 
+
+def test_an_entry_that_the_view_would_refuse_fails_the_rebuild(world: World, spark: SparkSession) -> None:
     class Wrong(BulkCounts):
         def frame(self, events: DataFrame) -> DataFrame:
-            entries = {"at": "date_trunc('HOUR', at)", "minutes": "minutes", "digits": "digits", "resource": "digits"}
-            return super().frame(events).selectExpr(*(f"{text} AS {name}" for name, text in (entries | wrong).items()))
+            return spark.sql(ENTRY).withColumn("minutes", f.lit(None).cast("int"))
 
-    with pytest.raises(PySparkException, match=message):
+    with pytest.raises(PySparkException, match="value minutes of the frame is null"):
         world.views.rebuild(Wrong(), fill=SparkViewFill(spark))
+    assert world.leftovers() == []
 
 
-@pytest.mark.parametrize(
-    ("bulk", "wrong", "message"),
-    [
-        (BulkSteps, {"resource": "repeat('a', 201)"}, "resource of the frame is null or not a name"),
-        (BulkSteps, {"resource": r"concat('a', '\n')"}, "resource of the frame is null or not a name"),
-        (BulkSteps, {"data": "'[1]'"}, "data of the frame is null or not a JSON object"),
-        (BulkLines, {"level": "' info'"}, "level of the frame is null or not a name"),
-        (BulkLines, {"attributes": "'1'"}, "attributes of the frame is null or not a JSON object"),
-    ],
-)
-def test_a_line_or_a_step_that_the_view_would_refuse_fails_the_rebuild(
-    *, world: World, spark: SparkSession, bulk: type[BulkSteps | BulkLines], wrong: dict[str, str], message: str
-) -> None:
-    world.publish(*range(4))
-    world.consume()
-
-    class Wrong(bulk):  # type: ignore[misc, valid-type]  # the class is a parameter
-        def frame(self, events: DataFrame) -> DataFrame:
-            entries: DataFrame = super().frame(events)
-            return entries.withColumns({name: f.expr(text) for name, text in wrong.items()})
-
-    with pytest.raises(PySparkException, match=message):
-        world.views.rebuild(Wrong(), fill=SparkViewFill(spark))
+def test_the_column_tenant_is_the_tenant_unless_it_is_a_dimension(spark: SparkSession) -> None:
+    entries = spark.sql(ENTRY).withColumn("tenant", f.lit("acme"))
+    by_tenant = Rollup("by_tenant", MINUTE, ("tenant",))
+    assert [row.eql_tenant for row in _columns(COUNTS, entries, None).collect()] == ["acme"]
+    (row,) = _columns(by_tenant, entries, None).collect()
+    assert (row.eql_tenant, row.tenant) == (NO_TENANT, "acme")
 
 
 @pytest.mark.parametrize(
