@@ -89,17 +89,31 @@ def offsets_in(spark: SparkSession, sink: Path) -> list[int]:
     return sorted(row.offset for row in spark.read.schema("offset long").json(str(sink)).collect())
 
 
-def test_a_stream_that_restarts_reads_exactly_what_is_missing(
-    *, spark: SparkSession, publish: Publish, dsn: str, orders: str, checkpoint: Path, tmp_path: Path
+def test_a_stream_that_restarts_reads_exactly_what_is_missing_and_its_consumer_follows(
+    *,
+    spark: SparkSession,
+    platform: EventSQL,
+    publish: Publish,
+    dsn: str,
+    orders: str,
+    checkpoint: Path,
+    tmp_path: Path,
 ) -> None:
+    platform.registry.register_consumer(Consumer(orders, "lake", partitioned=True))
+    assert sum(lag.events for lag in platform.lag(orders)) == 1_000
     sink = tmp_path / "sink"
-    frame = stream_of(spark, dsn, orders, startingOffsets=101, maxOffsetsPerTrigger=500, numPartitions=2)
-    assert [batch["numInputRows"] for batch in drain(frame, checkpoint, sink)] == [500, 400]
+    frame = stream_of(spark, dsn, orders, consumer="lake", maxOffsetsPerTrigger=600, numPartitions=2)
+    assert [batch["numInputRows"] for batch in drain(frame, checkpoint, sink)] == [600, 400]
+    # Spark does not call commit for the last batch of AvailableNow.
+    assert position(platform, orders, "lake") == dict.fromkeys(range(4), 1_000)
+    assert sum(state.consumed_events for state in platform.registry.consumer(orders, "lake")) == 1_000
     publish(50, first=1_000)
-    (batch,) = drain(stream_of(spark, dsn, orders, numPartitions=2), checkpoint, sink)
+    assert sum(lag.events for lag in platform.lag(orders)) == 50
+    (batch,) = drain(stream_of(spark, dsn, orders, consumer="lake"), checkpoint, sink)
     assert batch["sources"][0]["startOffset"][orders] == {"0": 1_001}
     assert batch["sources"][0]["endOffset"][orders] == {"0": 1_051}
-    assert offsets_in(spark, sink) == list(range(101, 1_051))
+    assert sum(lag.events for lag in platform.lag(orders)) == 0
+    assert offsets_in(spark, sink) == list(range(1, 1_051))
 
 
 def test_a_stream_of_one_partition_counts_its_events_alone(platform: EventSQL, dsn: str, orders: str) -> None:
@@ -182,29 +196,6 @@ def test_a_checkpoint_of_another_topic_is_refused(dsn: str, orders: str) -> None
 
 
 # Progress as a consumer's
-
-
-def test_a_stream_keeps_its_progress_as_a_consumer_s(
-    *,
-    spark: SparkSession,
-    platform: EventSQL,
-    publish: Publish,
-    dsn: str,
-    orders: str,
-    checkpoint: Path,
-    tmp_path: Path,
-) -> None:
-    platform.registry.register_consumer(Consumer(orders, "lake", partitioned=True))
-    assert sum(lag.events for lag in platform.lag(orders)) == 1_000
-    frame = stream_of(spark, dsn, orders, consumer="lake", maxOffsetsPerTrigger=600)
-    assert [batch["numInputRows"] for batch in drain(frame, checkpoint, tmp_path / "sink")] == [600, 400]
-    # Spark does not call commit for the last batch of AvailableNow.
-    assert position(platform, orders, "lake") == dict.fromkeys(range(4), 1_000)
-    assert sum(lag.events for lag in platform.lag(orders)) == 0
-    assert sum(state.consumed_events for state in platform.registry.consumer(orders, "lake")) == 1_000
-    publish(5, first=1_000)
-    assert sum(lag.events for lag in platform.lag(orders)) == 5
-    assert offsets_in(spark, tmp_path / "sink") == list(range(1, 1_001))
 
 
 def test_progress_that_was_not_committed_is_written_after_a_restart(platform: EventSQL, dsn: str, orders: str) -> None:
