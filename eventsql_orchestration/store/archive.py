@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
 
-from psycopg import sql
 from psycopg.errors import UniqueViolation
 
 from eventsql_orchestration.database import Connection, Database, Queries
@@ -71,7 +70,6 @@ class Archive:
         aggregates = changes = 0
         while aggregates < limit:
             with self._database.transaction() as connection:
-                self._see_commits(connection)
                 values = {"type": aggregate_type, "before": before, "limit": min(_STREAMS, limit - aggregates)}
                 ids = [name for (name,) in fetch_all(connection, self._queries("closed"), values)]
                 if not ids:
@@ -81,18 +79,16 @@ class Archive:
         return Archived(aggregates, changes)
 
     def _hold(self, connection: Connection, aggregate_type: str, aggregate_id: str) -> tuple[bool, bool]:
-        """Lock an aggregate. Gives whether it is closed, and whether it is archived."""
-        self._see_commits(connection)
+        """Lock an aggregate. Gives whether it is closed, and whether it is archived.
+
+        The changes are read after that, so that they include the changes of an append for which the lock has waited.
+        """
         row = fetch_first(connection, self._queries("hold_stream"), {"type": aggregate_type, "id": aggregate_id})
         if row is None:
             raise ValidationError(
                 f"aggregate {aggregate_type} {aggregate_id!r} has no changes: there is nothing to archive"
             )
         return row[0], row[1]
-
-    def _see_commits(self, connection: Connection) -> None:
-        # Read the changes after the lock, so that they include the changes of an append for which the lock has waited.
-        connection.execute(sql.SQL("SET TRANSACTION ISOLATION LEVEL READ COMMITTED"))
 
     def _moved(self, connection: Connection, statement: str, aggregate_type: str, ids: list[str]) -> int:
         values = {"type": aggregate_type, "ids": ids}

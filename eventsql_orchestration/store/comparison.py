@@ -13,6 +13,7 @@ from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.database.rows import fetch_all, fetch_first
 from eventsql_orchestration.errors import ProjectionError
 from eventsql_orchestration.store.projection_definition import CheckedProjection
+from eventsql_orchestration.store.projection_tables import ProjectionTables
 from eventsql_orchestration.store.store import Store
 
 _TEMPORARY: Final = "pg_temp"
@@ -66,8 +67,7 @@ def _compare(
     place = fetch_first(connection, queries("subscription_place"), values)
     selected = _selected_columns(connection, queries, each, id_columns)
 
-    path = sql.SQL("{}, public").format(sql.Identifier(_TEMPORARY)).as_string(connection)
-    connection.execute(queries("set_path"), {"path": path})
+    ProjectionTables(store.database.schema).look_in(connection, _TEMPORARY)
     each.projection.create(connection)
     replayed = 0
     for of_type, aggregate_id in chosen:

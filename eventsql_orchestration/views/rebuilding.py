@@ -347,8 +347,6 @@ class Rebuilding:
         with self._database.connection() as connection:
             try:
                 with connection.transaction():
-                    # Statements behind the lock have to see all that was committed before it.
-                    connection.execute("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
                     role_statements.act_as_owner(connection, self._schema)
                     wait_at_most(connection, LOCK_SECONDS)
                     connection.execute(self._queries("lock_views"))
