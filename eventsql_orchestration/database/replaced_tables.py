@@ -1,4 +1,4 @@
-"""Tables that replace others: the rights that they take over, and what they would lose."""
+"""Tables that replace others: how they are filled, the rights that they take over, and what they would lose."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ def lost(connection: Connection, live: tuple[str, str], new: tuple[str, str]) ->
     """The objects of a live table that the new table lacks, such as triggers. Tables are a schema and a name."""
     values = {"in_schema": live[0], "table": live[1], "shadow": new[0], "shadow_table": new[1]}
     return [what for (what,) in fetch_all(connection, Queries("replaced_tables", live[0])("lost"), values)]
+
+
+def make_ledger(connection: Connection, ledger: sql.Identifier) -> None:
+    """Make the table in which the transactions of a fill in bulk note the parts that they have written."""
+    columns = sql.SQL("eql_table pg_catalog.text, eql_part pg_catalog.int4, PRIMARY KEY (eql_table, eql_part)")
+    connection.execute(sql.SQL("CREATE TABLE {} ({})").format(ledger, columns))
 
 
 def grant_as_on(connection: Connection, live: sql.Identifier, new: sql.Identifier, kind: str = "TABLE") -> None:

@@ -21,10 +21,6 @@ from eventsql_orchestration.store.store import Store
 LEDGER: Final = "eventsql_filled_"
 """The tables that note which parts of a fill were written begin with it."""
 
-_MAKE_LEDGER: Final = sql.SQL(
-    "CREATE TABLE {} (eql_table pg_catalog.text, eql_part pg_catalog.int4, PRIMARY KEY (eql_table, eql_part))"
-)
-
 
 class ProjectionRebuild:
     """Rebuilds projections of one store, a transaction for each step."""
@@ -57,7 +53,7 @@ class ProjectionRebuild:
             if self.lock(connection, each)[1]:
                 return
             upto = self._store.order.newest(connection)
-            connection.execute(_MAKE_LEDGER.format(sql.Identifier(each.shadow, ledger)))
+            replaced_tables.make_ledger(connection, sql.Identifier(each.shadow, ledger))
 
         fill(Filling(each.projection, self._store.database, each.shadow, ledger, upto))
         with self._store.database.transaction() as connection:

@@ -15,7 +15,7 @@ from psycopg import sql
 from psycopg.types.json import Jsonb
 
 from eventsql_orchestration.consuming.handlers import call_handler
-from eventsql_orchestration.database import Connection, Database, Queries, role_statements
+from eventsql_orchestration.database import Connection, Database, Queries, replaced_tables, role_statements
 from eventsql_orchestration.database.migrations import SYSTEM_PATH
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
 from eventsql_orchestration.database.sessions import wait_at_most
@@ -47,10 +47,6 @@ rebuild."""
 
 _EXAMPLES: Final = 10
 """The most entries of each kind that a comparison shows."""
-
-_MAKE_LEDGER: Final = sql.SQL(
-    "CREATE TABLE {} (eql_table pg_catalog.text, eql_part pg_catalog.int4, PRIMARY KEY (eql_table, eql_part))"
-)
 
 
 def drop_rebuilds(connection: Connection, schema: str, name: str) -> None:
@@ -200,7 +196,7 @@ class Rebuilding:
                 connection.execute(statement)
             marked = {"definition": Jsonb(held.described() | {"rebuilds": held.name})}
             connection.execute(self._queries("add_view"), row_of(shadow.definition) | marked)
-            connection.execute(_MAKE_LEDGER.format(self._table(shadow.ledger)))
+            replaced_tables.make_ledger(connection, self._table(shadow.ledger))
             self._go_on_behind(connection, shadow)
         return shadow
 
