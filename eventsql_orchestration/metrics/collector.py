@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from eventsql_orchestration.client.eventsql import EventSQL
@@ -36,16 +36,42 @@ CAUSES: Final = tuple(cause for cause in LagCause if cause is not LagCause.UNREA
 """A shard that is down has no consumers here, but `eventsql_up` 0."""
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    """The figures of one reading, and the counters with it: by topic and identity, and by topic and consumer."""
+
+    figures: Figures
+    published: Mapping[Hashable, int]
+    transferred: Mapping[Hashable, int]
+    consumed: Mapping[Hashable, int]
+    given_up: Mapping[Hashable, int]
+
+
+class _Counters:
+    """The counters of one database. A reading counts, and not a scrape: readings come one after the other."""
+
+    def __init__(self) -> None:
+        self._published, self._transferred = Highest(), Highest()
+        self._consumed, self._given_up = Totals(), Totals()
+
+    def counted(self, figures: Figures) -> _Counted:
+        topics = {(each.topic, each.identity): each for each in figures.topics}
+        parts = {((each.topic, each.consumer), each.partition): each for each in figures.partitions}
+        return _Counted(
+            figures,
+            published=self._published.of({key: each.published for key, each in topics.items()}),
+            transferred=self._transferred.of({key: each.transferred for key, each in topics.items()}),
+            consumed=self._consumed.of({key: each.consumed for key, each in parts.items()}),
+            given_up=self._given_up.of({key: each.given_up for key, each in parts.items()}),
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class _Source:
-    """One database: its readings, and its counters so far."""
+    """One database and its readings."""
 
     shard: Shard
-    readings: Readings
-    published: Highest = field(default_factory=Highest)
-    transferred: Highest = field(default_factory=Highest)
-    consumed: Totals = field(default_factory=Totals)
-    given_up: Totals = field(default_factory=Totals)
+    readings: Readings[_Counted]
 
 
 class _Families:
@@ -116,20 +142,20 @@ class PlatformCollector(Collector):
         families = _Families("")
         for source in sources:
             reading = source.readings.latest(deadline - time.monotonic())
-            self._add(families.on(self._name(source.shard)), source, reading)
+            self._add(families.on(self._name(source.shard)), reading)
         return tuple(families)
 
     def _source(self, shard: Shard) -> _Source:
         source = self._sources.get(shard)
         if source is None:
-            reader = FiguresReader(shard.database)
+            reader, counters = FiguresReader(shard.database), _Counters()
 
-            def read() -> Figures:
+            def read() -> _Counted:
                 if shard.name is None and len(self._platform.shards) > 1:
                     # If this fails, the reading fails with the same error.
                     with suppress(EventSQLError):
                         self._platform.opened()
-                return reader.read()
+                return counters.counted(reader.read())
 
             readings = Readings(str(shard.database), read, interval=self._interval)
             source = self._sources.setdefault(shard, _Source(shard, readings))
@@ -139,15 +165,16 @@ class PlatformCollector(Collector):
         """The label of a database: none if it is the only database."""
         return shard.label if len(self._platform.shards) > 1 else ""
 
-    def _add(self, families: _Families, source: _Source, reading: Reading | None) -> None:
-        figures = None if reading is None else reading.figures
-        families.gauge("up", "Whether the database could be read (1) or not (0).", 0 if figures is None else 1)
-        if reading is None or figures is None:
+    def _add(self, families: _Families, reading: Reading[_Counted] | None) -> None:
+        counted = None if reading is None else reading.figures
+        families.gauge("up", "Whether the database could be read (1) or not (0).", 0 if counted is None else 1)
+        if reading is None or counted is None:
             return
 
+        figures = counted.figures
         families.gauge("reading_seconds", "Seconds that the last reading of these metrics took.", reading.seconds)
-        _add_topics(families, source, figures)
-        _add_consumers(families, source, figures)
+        _add_topics(families, counted)
+        _add_consumers(families, counted)
         for claim in figures.claims:
             own = {"topic": claim.topic, "consumer": claim.consumer}
             families.gauge("claims_live", "Claims that are neither committed nor released.", claim.live, **own)
@@ -164,15 +191,12 @@ class PlatformCollector(Collector):
                 families.gauge("partition_lag_seconds", "Age of the partition's oldest event.", each.seconds, **own)
 
 
-def _add_topics(families: _Families, source: _Source, figures: Figures) -> None:
-    keys = {each.topic: (each.topic, each.identity) for each in figures.topics}
-    published = source.published.of({keys[each.topic]: each.published for each in figures.topics})
-    transferred = source.transferred.of({keys[each.topic]: each.transferred for each in figures.topics})
-
-    for each in figures.topics:
-        own, key = {"topic": each.topic}, keys[each.topic]
-        families.counter("events_published", "Events published, buffered events included.", published[key], **own)
-        families.counter("events_transferred", "Events in the log: the newest offset.", transferred[key], **own)
+def _add_topics(families: _Families, counted: _Counted) -> None:
+    for each in counted.figures.topics:
+        own, key = {"topic": each.topic}, (each.topic, each.identity)
+        published, transferred = counted.published[key], counted.transferred[key]
+        families.counter("events_published", "Events published, buffered events included.", published, **own)
+        families.counter("events_transferred", "Events in the log: the newest offset.", transferred, **own)
         families.gauge("buffer_events", "Events that wait for the transfer.", each.buffered, **own)
         families.gauge("buffer_seconds", "Age of the oldest event in the buffer.", each.buffered_seconds, **own)
         families.gauge("topic_partitions", "Partitions of the topic.", each.partitions, **own)
@@ -187,18 +211,16 @@ def _add_topics(families: _Families, source: _Source, figures: Figures) -> None:
             families.gauge("dead_letters_open", text, each.open_letters, **own)
 
 
-def _add_consumers(families: _Families, source: _Source, figures: Figures) -> None:
-    parts: dict[Hashable, list[PartitionFigures]] = defaultdict(list)
-    for each in figures.partitions:
+def _add_consumers(families: _Families, counted: _Counted) -> None:
+    parts: dict[tuple[str, str], list[PartitionFigures]] = defaultdict(list)
+    for each in counted.figures.partitions:
         parts[each.topic, each.consumer].append(each)
-    of_part = {((each.topic, each.consumer), each.partition): each for each in figures.partitions}
-    consumed = source.consumed.of({key: each.consumed for key, each in of_part.items()})
-    given_up = source.given_up.of({key: each.given_up for key, each in of_part.items()})
 
     for key, own_parts in parts.items():
-        own = {"topic": own_parts[0].topic, "consumer": own_parts[0].consumer}
-        families.counter("events_consumed", "Events handled, and counted again after a seek.", consumed[key], **own)
-        families.counter("dead_letters", "Events given up as dead letters.", given_up[key], **own)
+        own = {"topic": key[0], "consumer": key[1]}
+        consumed, given_up = counted.consumed[key], counted.given_up[key]
+        families.counter("events_consumed", "Events handled, and counted again after a seek.", consumed, **own)
+        families.counter("dead_letters", "Events given up as dead letters.", given_up, **own)
         slowest = max(each.seconds for each in own_parts)
         families.gauge("consumer_lag_seconds", "Age of the oldest event that is not consumed.", slowest, **own)
         for cause in CAUSES:

@@ -7,14 +7,15 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError
 from eventsql_orchestration.forks import after_fork
-from eventsql_orchestration.metrics.figures import Figures
 from eventsql_orchestration.threads import start_thread
 
 logger = logging.getLogger(__name__)
+
+FiguresT = TypeVar("FiguresT")
 
 REST: Final = 9.0
 """After a reading, the database rests for at least this multiple of the reading's time: reading takes 10 % at most."""
@@ -24,28 +25,29 @@ MOST_REST: Final = 300.0
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class Reading(Generic[FiguresT]):
     """One reading: its figures, or None if it failed; when it ended, by `time.monotonic`, and its seconds."""
 
-    figures: Figures | None
+    figures: FiguresT | None
     ended: float
     seconds: float
 
 
-class Readings:
+class Readings(Generic[FiguresT]):
     """The latest reading of one database.
 
-    A reading runs in a thread of its own, so a scraper that waits for a database may give up at any time.
+    A reading runs in a thread of its own, so a scraper that waits for a database may give up at any time. One reading
+    at a time calls `read`.
     """
 
     def __init__(
-        self, name: str, read: Callable[[], Figures], *, interval: float, clock: Callable[[], float] = time.monotonic
+        self, name: str, read: Callable[[], FiguresT], *, interval: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._name = name
         self._read = read
         self._interval = interval
         self._clock = clock
-        self._latest: Reading | None = None
+        self._latest: Reading[FiguresT] | None = None
         self._failure: str | None = None
         self._after_fork()
         after_fork(self, Readings._after_fork)
@@ -64,7 +66,7 @@ class Readings:
             start_thread("metrics", self._run)
             self._reading = True
 
-    def latest(self, seconds: float) -> Reading | None:
+    def latest(self, seconds: float) -> Reading[FiguresT] | None:
         """The reading that is under way, or the latest; None if that takes longer than `seconds`."""
         with self._changed:
             self._changed.wait_for(lambda: not self._reading, max(0.0, seconds))
@@ -88,7 +90,7 @@ class Readings:
                 self._latest, self._reading = Reading(figures, ended, ended - began), False
                 self._changed.notify_all()
 
-    def _figures(self) -> Figures | None:
+    def _figures(self) -> FiguresT | None:
         try:
             try:
                 found = self._read()

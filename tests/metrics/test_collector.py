@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -14,6 +15,7 @@ from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.metrics import PlatformCollector
 from eventsql_orchestration.metrics.figures import FiguresReader
+from eventsql_orchestration.metrics.readings import Readings
 from eventsql_orchestration.queue import NewMessage, Queue
 from eventsql_orchestration.queue import lag as queue_lag
 from eventsql_orchestration.sharding import HELD
@@ -261,6 +263,30 @@ def test_counters_do_not_go_back_and_begin_anew_with_a_new_topic(
     orders.registry.unregister_topic("orders", force=True)
     orders.registry.register_topic(Topic("orders", 3))
     assert scrape()("eventsql_events_published_total") == 0
+
+
+def test_a_scrape_that_is_held_up_counts_nothing_again(
+    orders: EventSQL, scrape: Callable[[], Scrape], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def consumed() -> float:
+        return scrape()("eventsql_events_consumed_total", consumer="mailer")
+
+    latest, readings = Readings.latest, list[Any]()
+
+    def noted(*given: Any) -> Any:
+        readings.append(latest(*given))
+        return readings[-1]
+
+    monkeypatch.setattr(Readings, "latest", noted)
+    for total in (4, 7):
+        publish(orders, "orders", total - len(orders.reader.read("orders")))
+        consume(orders, "orders", "mailer")
+        assert consumed() == total
+    # One of several scrapers got the first reading, and goes on with it only now.
+    monkeypatch.setattr(Readings, "latest", lambda *_: readings[0])
+    assert consumed() == 4
+    monkeypatch.setattr(Readings, "latest", latest)
+    assert consumed() == 7
 
 
 def test_side_consumers_of_backfills_and_partitions_bring_no_series(orders: EventSQL) -> None:
