@@ -120,7 +120,7 @@ def test_a_value_that_no_event_can_carry_is_refused_before_it_is_written(
     platform.capture("kinds", "changes")
     with pytest.raises(psycopg.errors.ProgramLimitExceeded):
         session.execute(
-            "INSERT INTO kinds SELECT n, repeat('long', CASE n WHEN 1 THEN 20000000 ELSE 1 END) "
+            "INSERT INTO kinds SELECT n, repeat('long', CASE n WHEN 1 THEN 16800000 ELSE 1 END) "
             "FROM generate_series(1, %s) n",
             [rows],
         )
