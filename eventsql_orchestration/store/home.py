@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from psycopg import sql
+
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database.queries import statement
 from eventsql_orchestration.database.rows import fetch_first, fetch_one
 from eventsql_orchestration.errors import DatabaseError, RestoredStoreError
 from eventsql_orchestration.store.change import StoreCheckpoint
@@ -34,6 +37,7 @@ class Home:
         self._database = database
         self._queries = Queries("store", database.schema)
         self._may_ask: bool | None = None
+        self._reached = 0
 
     def era(self, connection: Connection) -> str:
         """The era of this store's checkpoints. Raises `RestoredStoreError` for a dump that is not adopted."""
@@ -45,7 +49,8 @@ class Home:
     def place(self, connection: Connection, checkpoint: StoreCheckpoint | None) -> StoreCheckpoint:
         """A checkpoint to read on from; None is before the first change.
 
-        Raises `DatabaseError` for a checkpoint of another era, and for a restored dump that is not adopted.
+        Raises `DatabaseError` for a checkpoint of another era, for a checkpoint of a transaction that this server has
+        not had yet, and for a restored dump that is not adopted.
         """
         era = self.era(connection)
         if checkpoint is None:
@@ -55,6 +60,15 @@ class Home:
                 f"checkpoint {checkpoint} is of another server, or of the time before `eventsql store adopt`: find the "
                 "last change that took effect, and go on from the place that `checkpoint_of` gives for it"
             )
+        if checkpoint.transaction > self._reached:
+            reached = sql.SQL(statement("snapshot_reader", "reached"))
+            if fetch_one(connection, reached, checkpoint.parameters(), prepare=False) != (True,):
+                raise DatabaseError(
+                    f"this server has not reached checkpoint {checkpoint}: it lost changes in a failover or a restore, "
+                    "and new changes would be left out; go on from the place that `checkpoint_of` gives for the last "
+                    "change that took effect and is still there"
+                )
+            self._reached = checkpoint.transaction
         return checkpoint
 
     def adopt(self) -> Adopted:

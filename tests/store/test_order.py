@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -357,6 +358,21 @@ def test_changes_of_transactions_that_this_server_has_not_had_are_refused(store:
     assert store.adopt().changes == 1
     put(store, "1", 2)
     assert numbers(store.read_all()) == [1, 2]
+
+
+def test_a_checkpoint_that_this_server_has_not_reached_is_refused(store: Store) -> None:
+    put(store, "1", 1)
+    # As after a failover to a server that lacks the newest changes.
+    lost = replace(store.newest(), transaction=store.newest().transaction + 1_000_000)
+    for refused in (
+        lambda: store.read_all(lost),
+        lambda: store.subscribe("later", lambda change, connection: None, start=lost, background=False),
+    ):
+        with pytest.raises(DatabaseError, match="has not reached checkpoint"):
+            refused()
+    with store.database.transaction() as connection:
+        put(store, "1", 2, connection=connection)
+        assert store.read_all(store.checkpoint_of("order", "1", 2, connection=connection), connection=connection) == []
 
 
 def test_a_checkpoint_is_text_and_back(store: Store) -> None:
