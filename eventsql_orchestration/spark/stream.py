@@ -117,7 +117,10 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
         return self.splits(wanted)
 
     def commit(self, end: dict[str, Any]) -> None:
-        self._write_progress(self._nexts(end))
+        if self._options.consumer is not None:
+            # A topic that was created again since the batch was planned has another consumer of this name.
+            self._open().refresh()
+            self._write_progress(self._nexts(end))
 
     def stop(self) -> None:
         if self._opened is not None:

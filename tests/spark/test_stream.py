@@ -161,6 +161,19 @@ def test_a_stream_whose_topic_was_made_anew_stops(platform: EventSQL, publish: P
         restarted.partitions(start, start)
 
 
+def test_a_stream_does_not_move_the_consumer_of_a_topic_that_was_made_anew(
+    platform: EventSQL, dsn: str, orders: str
+) -> None:
+    platform.registry.register_consumer(Consumer(orders, "lake"))
+    with streaming(dsn, orders, consumer="lake") as reader:
+        end = reader.latestOffset(reader.initialOffset(), ReadAllAvailable())
+        platform.registry.unregister_topic(orders, force=True)
+        platform.registry.register_topic(Topic(orders, partitions=4)).register_consumer(Consumer(orders, "lake"))
+        with pytest.raises(EventSQLError, match="'orders' was created again"):
+            reader.commit(end)
+    assert position(platform, orders, "lake") == {-1: 0}
+
+
 def test_a_stream_that_has_read_more_than_its_topic_has_stops(dsn: str, orders: str) -> None:
     with streaming(dsn, orders) as reader, pytest.raises(EventSQLError, match=r"ends at offset 1000, .* 1501"):
         reader.latestOffset({orders: {"0": 1_501}}, ReadAllAvailable())
