@@ -29,7 +29,7 @@ READ: Final = (
     *DATABASE, "subscribe", "assign", "claim", "partition",
     *STARTS, "startingOffsetsByTimestampStrategy", *ENDS,
     *TASKS, "maxOffsetsPerTrigger",
-    "includeHeaders", "failOnDataLoss", "pushFilters", "consumer", "valueSchema", "mode",
+    "includeHeaders", "failOnDataLoss", "filter", "pushFilters", "consumer", "valueSchema", "mode",
 )  # fmt: skip
 
 _WRITE: Final = (*DATABASE, "topic", "headers", "writerId", "batchId", "claim", "claimShard")

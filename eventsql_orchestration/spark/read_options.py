@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from eventsql_orchestration.consumer import EventFilter
 from eventsql_orchestration.errors import ConfigurationError, ValidationError
 from eventsql_orchestration.model import NOT_PARTITIONED, check_topic_name
 from eventsql_orchestration.spark.offset_bounds import OffsetBounds, is_whole, object_in, parse_bounds
@@ -39,6 +40,7 @@ class ReadOptions:
     max_events: int | None
     headers: bool
     fail_on_data_loss: bool
+    filter: EventFilter | None
     push_filters: bool
     consumer: str | None
     fail_fast: bool
@@ -52,6 +54,7 @@ class ReadOptions:
         if streaming:
             given.refuse("a stream has no end", *ENDS)
             given.refuse("a stream keeps its progress in its checkpoint", "claim")
+            given.refuse("a stream has the filter of its consumer", "filter")
             given.refuse("Spark pushes no filters to a stream", "pushFilters")
         else:
             given.refuse("it is for streams, endingOffsets ends a batch", "maxOffsetsPerTrigger")
@@ -82,6 +85,7 @@ class ReadOptions:
             max_events=given.number("maxOffsetsPerTrigger", 1, MAX_BIGINT),
             headers=given.flag("includeHeaders"),
             fail_on_data_loss=given.flag("failOnDataLoss", default=True),
+            filter=_filter(given),
             push_filters=given.flag("pushFilters"),
             consumer=consumer,
             fail_fast=given.word("mode", ("permissive", "failfast")) == "failfast",
@@ -112,6 +116,7 @@ class SchemaOptions:
 def _topics(given: Given, *, claimed: bool) -> dict[str, tuple[int, ...] | None]:
     if claimed:
         given.refuse("the claim names the topic and the range", "subscribe", "assign", "partition", *STARTS, *ENDS)
+        given.refuse("the claim has the filter of its consumer", "filter")
         return {}
     given.exclusive("assign", "subscribe", "partition")
     if (assigned := given.text("assign")) is not None:
@@ -137,6 +142,15 @@ def _assigned(text: str) -> dict[str, tuple[int, ...] | None]:
     if not topics:
         raise ValidationError("option assign names no topic")
     return topics
+
+
+def _filter(given: Given) -> EventFilter | None:
+    text = given.text("filter")
+    if text is None:
+        return None
+    conditions = object_in("filter", text, '{"keys": ["ann"]}')
+    with naming_option("option filter"):
+        return EventFilter.from_json(conditions)
 
 
 def _topic(option: str, name: str) -> str:

@@ -152,10 +152,10 @@ class BatchReader(Reading, DataSourceReader):
                 (logs,) = every
                 offsets, chosen = logs.claimed(self._options.claim)
                 # A consumer goes on with the events that a forced retention has left.
-                conditions = conditions.with_consumer(chosen, self._options.source.schema)
                 ranges = [Wanted(logs, offsets)]
             else:
-                ranges = self._ranges(every)
+                chosen, ranges = self._options.filter, self._ranges(every)
+            conditions = conditions.with_consumer(chosen, self._options.source.schema)
             return self.splits(
                 [
                     replace(each, offsets=narrow, rows=conditions.rows)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 from pyspark.sql import functions as f
 
-from eventsql_orchestration.consumer import EventFilter
 from eventsql_orchestration.consuming.dead_letter_values import REDRIVEN_CONSUMER
 from eventsql_orchestration.errors import ViewConflictError
 from eventsql_orchestration.spark import FORMAT
@@ -112,6 +111,8 @@ def _events(spark: SparkSession, source: Source, filling: ViewFilling) -> DataFr
         "dsn": source.dsn, "schema": source.schema, "subscribe": topic, "includeHeaders": "true",
         "endingOffsets": json.dumps({topic: max(offsets.values(), default=0) + 1}),
     }  # fmt: skip
+    if filling.filter is not None:
+        options["filter"] = json.dumps(filling.filter.as_json())
     events = spark.read.format(FORMAT).options(**options).load()
     own = f.col("headers")[REDRIVEN_CONSUMER]
     conditions = [own.isNull() | (own != filling.feed.consumer)]
@@ -120,20 +121,7 @@ def _events(spark: SparkSession, source: Source, filling: ViewFilling) -> DataFr
         for partition, offset in offsets.items()
         if partition >= 0
     ]
-    conditions += _conditions(filling.filter)
     return events.where(reduce(lambda one, other: one & other, conditions))
-
-
-def _conditions(chosen: EventFilter | None) -> list[Column]:
-    """A consumer's filter as conditions on events. An event for which one of them is null is left out."""
-    if chosen is None:
-        return []
-    conditions = [f.col("headers")[name] == text for name, text in chosen.metadata.items()]
-    if chosen.keys is not None:
-        conditions.append(f.col("key").isin(*chosen.keys))
-    if chosen.key_prefix is not None:
-        conditions.append(f.col("key").startswith(chosen.key_prefix))
-    return conditions
 
 
 def _columns(view: Timeline | Rollup | Logs, entries: DataFrame, oldest: datetime | None) -> DataFrame:

@@ -134,12 +134,25 @@ def test_sketches_of_spark_are_those_of_python(world: World, spark: SparkSession
 def test_a_filter_and_a_retention_hold_in_bulk_too(world: World, spark: SparkSession) -> None:
     kept = replace(Counts.view, retention=20 * 365 * DAY)
     world.views.declare(kept)
-    world.publish(*range(8), -40 * 365 * 24 * 60)
-    again = Publication(TOPIC, b"4", key="a", metadata={"redriven_consumer": CONSUMER})
-    other = Publication(TOPIC, b"4", key="a", metadata={"redriven_consumer": "another"})
-    world.platform.publisher.publish_all([again, other])
+    way = {"way": "7"}
+    published = [
+        *(
+            Publication(TOPIC, b"%d" % at, key="abcd"[at % 4], metadata=way)
+            for at in (*range(8), -40 * 365 * 24 * 60)
+        ),
+        Publication(TOPIC, b"4", key="a", metadata=way | {"redriven_consumer": CONSUMER}),
+        Publication(TOPIC, b"4", key="a", metadata=way | {"redriven_consumer": "another"}),
+    ]  # fmt: skip
+    world.platform.publisher.publish_all(published)
+    with world.platform.database.connection() as connection:
+        # Another program's metadata: the filter asks for a text.
+        connection.execute(
+            "INSERT INTO eventsql.event_buffer (eql_topic, eql_partition, eql_key, eql_value, eql_metadata) "
+            "VALUES (%s, 0, 'a', '4', '{\"way\": 7}')",
+            (TOPIC,),
+        )
     world.platform.transfer.run_once()
-    filtered = EventFilter(keys=frozenset({"a", "b"}), key_prefix="a")
+    filtered = EventFilter(keys=frozenset({"a", "b"}), key_prefix="a", metadata=way)
     world.platform.registry.register_consumer(Consumer(TOPIC, CONSUMER, partitioned=True), filter=filtered)
     world.consume()
 
