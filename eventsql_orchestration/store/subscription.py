@@ -367,11 +367,14 @@ class Subscription:
         """Whether the change of a letter was handled now; False if another process has the letter."""
         values = {"letter": letter.id}
         with self._database.transaction() as connection:
-            if fetch_first(connection, self._queries("lock_letter"), values, prepare=False) is None:
+            locked = fetch_first(connection, self._queries("lock_letter"), values, prepare=False)
+            if locked is None:
                 return False
+            change = change_of(letter, connection, self._database.schema)
             with self._held(connection):
-                self._call(change_of(letter, connection, self._database.schema), 0, connection)
-            connection.execute(self._queries("delete_letter"), values)
+                self._call(change, 0, connection)
+            if connection.execute(self._queries("delete_letter"), values | {"locked_by": locked[0]}).rowcount != 1:
+                raise _FailedError(change, 0, psycopg.ProgrammingError(TRANSACTION_ENDED))
         return True
 
 

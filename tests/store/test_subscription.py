@@ -379,6 +379,20 @@ def test_a_handler_that_begins_another_transaction_moves_the_subscription_nowher
     assert effects(store) == [1, 2, 3]
 
 
+def test_a_handler_that_begins_another_transaction_does_not_take_its_letter(store: Store) -> None:
+    def begins_again(change: RecordedChange, connection: Connection) -> None:
+        effect(change, connection)
+        connection.execute("ROLLBACK")
+        connection.execute("BEGIN")
+
+    put(store, "1", 1)
+    broken = subscribed(store, begins_again, max_attempts=1)
+    drain(broken)
+    assert broken.redrive() == 0
+    assert [letter.attempts for letter in store.dead_letters("mailer")] == [2]
+    assert effects(store) == []
+
+
 def test_a_full_disk_is_never_the_failure_of_a_change(store: Store) -> None:
     def finds_it_full(change: RecordedChange, connection: Connection) -> None:
         effect(change, connection)

@@ -44,11 +44,11 @@ FROM {schema}.store_dead_letter
 WHERE eql_subscription = %(name)s
 ORDER BY eql_id;
 
--- lock_letter -- A letter that is still there and that no other process redrives.
-SELECT FROM {schema}.store_dead_letter WHERE eql_id = %(letter)s FOR UPDATE SKIP LOCKED;
+-- lock_letter -- A letter that is still there and that no other process redrives: this transaction.
+SELECT pg_current_xact_id()::text FROM {schema}.store_dead_letter WHERE eql_id = %(letter)s FOR UPDATE SKIP LOCKED;
 
--- delete_letter -- A letter whose change was handled after all.
-DELETE FROM {schema}.store_dead_letter WHERE eql_id = %(letter)s;
+-- delete_letter -- A letter whose change was handled after all, in the transaction that has locked it.
+DELETE FROM {schema}.store_dead_letter WHERE eql_id = %(letter)s AND pg_current_xact_id() = %(locked_by)s::xid8;
 
 -- fail_letter -- A letter whose change failed again.
 UPDATE {schema}.store_dead_letter
