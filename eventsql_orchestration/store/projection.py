@@ -87,7 +87,7 @@ class Projections:
         def apply(change: RecordedChange, connection: Connection) -> None:
             # The subscription's own statements name their schema, so the path stays for the rest of its transaction.
             self._tables.look_in(connection, each.schema)
-            each.projection.apply(change, connection)
+            call_handler(connection, change, each.projection.apply)
 
         return self._store.subscribe(
             each.subscription, apply, types=each.only["types"], kinds=each.only["kinds"], start=start,

@@ -190,6 +190,20 @@ def test_a_projection_follows_by_a_subscription(store: Store, projections: Proje
     assert sums(store) == {"1": (3, 2), "2": (3, 1)}
 
 
+def test_a_change_that_a_projection_only_promises_to_apply_is_not_passed(store: Store) -> None:
+    class Later(Sums):
+        def apply(self, change: RecordedChange, connection: Connection) -> Any:
+            return self.later()
+
+        async def later(self) -> None: ...
+
+    projections = Projections(store, [Later()])
+    projections.install()
+    put(store, "1", 1)
+    assert projections.subscribe("sums", background=False).run_once().handled == 0
+    assert store.subscriptions()[0].attempts == 1
+
+
 @pytest.mark.parametrize("batch", [1, 2, 1_000])
 def test_a_rebuild_computes_everything_anew(store: Store, projections: Projections, batch: int) -> None:
     adopted(store.database, 3)
