@@ -14,6 +14,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from functools import lru_cache
 from itertools import groupby
 from operator import attrgetter
@@ -191,7 +192,8 @@ TYPES: Final[Mapping[str, pa.DataType]] = MappingProxyType(
 class Piece:
     """A range that a task reads, its table, and the offset of its first event when the read was planned.
 
-    `rows` are SQL conditions that its events must meet. `shard` is its shard, if there are several databases.
+    `rows` are SQL conditions that its events must meet. `shard` is its shard, if there are several databases. `created`
+    is the time when its topic was created: a topic of the same name that was created later has another log.
     """
 
     offsets: OffsetRange
@@ -199,6 +201,7 @@ class Piece:
     first: int
     rows: Sequence[str] = ()
     shard: ReadShard | None = None
+    created: datetime | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,20 +261,22 @@ def _read_piece(
     connection: CopyConnection, source: Source, piece: Piece, wanted: Projection
 ) -> Iterator[pa.RecordBatch]:
     fetched, schema, topic = wanted.fetched, wanted.schema, piece.offsets.topic
-    # One snapshot for both statements: a segment might be detached between them.
+    # One snapshot for all statements: a segment might be detached between them.
     connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
     # Times without a zone are in UTC: EventSQL's Java library makes such tables.
     connection.execute("SET LOCAL TIME ZONE 'UTC'")
-    first = copy_out.event_query(source.schema, piece.table, piece.first)
+    gone = DatabaseError(
+        f"{piece.offsets} could not be read: topic {topic!r} was deleted, or its log got another form, after the read "
+        "was planned: load it again"
+    )
+    if piece.created is not None and not _rows(connection, copy_out.topic_query(source.schema, topic, piece.created)):
+        raise gone
     try:
-        there = sum(batch.num_rows for batch in connection.batches(first))
+        there = _rows(connection, copy_out.event_query(source.schema, piece.table, piece.first))
     except Error as error:
         if error.sqlstate != _UNDEFINED_TABLE:
             raise
-        raise DatabaseError(
-            f"{piece.offsets} could not be read: topic {topic!r} was deleted, or its log got another form, after the "
-            "read was planned: load it again"
-        ) from error
+        raise gone from error
     if not there:
         # From here on, this transaction keeps its segment and all later segments from being dropped.
         report_loss(
@@ -293,6 +298,10 @@ def _read_piece(
                 found["headers"] = _maps(found["headers"])
             arrays = [found[field.name].cast(field.type) for field in schema]
             yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _rows(connection: CopyConnection, query: str) -> int:
+    return sum(batch.num_rows for batch in connection.batches(query))
 
 
 def _events(

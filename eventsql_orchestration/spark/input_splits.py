@@ -70,5 +70,6 @@ def _check_complete(wanted: Sequence[Wanted]) -> None:
 
 
 def _piece(wanted: Wanted, bounds: Interval, first: int) -> Piece:
-    offsets = OffsetRange(wanted.offsets.topic, wanted.offsets.partition, *bounds)
-    return Piece(offsets, wanted.logs.table(offsets.topic), first, wanted.rows, wanted.logs.shard)
+    offsets, logs = OffsetRange(wanted.offsets.topic, wanted.offsets.partition, *bounds), wanted.logs
+    created = logs.registry.cached_topic(offsets.topic).created_at
+    return Piece(offsets, logs.table(offsets.topic), first, wanted.rows, logs.shard, created)

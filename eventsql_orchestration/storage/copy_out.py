@@ -7,6 +7,7 @@ read. The driver tells the tasks the table.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from datetime import datetime
 from typing import Final
 
 from psycopg import sql
@@ -104,6 +105,12 @@ def blocks_query(schema: str, table: str, offsets: OffsetRange, columns: Sequenc
 def event_query(schema: str, table: str, offset: int) -> str:
     """The offset of one event, if the log still has the event."""
     return range_query(schema, table, OffsetRange("log", NOT_PARTITIONED, offset - 1, offset), ["offset"])
+
+
+def topic_query(schema: str, topic: str, created: datetime) -> str:
+    """One row if a topic is still the topic that was created at this time."""
+    query = sql.SQL("SELECT 1 AS found FROM {} WHERE eql_name = {} AND eql_created_at = {}")
+    return qualified(query.format(sql.Identifier(schema, "topic"), topic, created).as_string())
 
 
 _SOURCES: Final = {"eql_value": "eql_values", "eql_key": "eql_keys", "eql_metadata": "eql_metadata"}

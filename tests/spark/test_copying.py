@@ -76,6 +76,11 @@ def test_a_read_that_the_server_refuses_among_the_rows_is_not_said_to_have_lost_
     assert not isinstance(failure.value, DatabaseUnavailableError)
 
 
+def test_a_log_whose_table_is_gone_has_another_form(source: Source) -> None:
+    with pytest.raises(DatabaseError, match="'orders' was deleted, or its log got another form"):
+        list(read_batches(source, [Piece(RANGE, "orders_of_another_form", 1)], Projection(["offset"])))
+
+
 def test_a_driver_whose_library_is_missing_is_not_said_to_have_lost_the_server(
     source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:

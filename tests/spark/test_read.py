@@ -399,11 +399,16 @@ def test_the_error_says_that_the_server_went_away_in_mid_read(platform: EventSQL
 
 
 def test_the_error_says_that_the_topic_was_deleted_after_the_read_was_planned(
-    platform: EventSQL, dsn: str, orders: str
+    platform: EventSQL, publish: Callable[..., None], dsn: str, orders: str
 ) -> None:
     reader = EventSQLDataSource({"dsn": dsn, "subscribe": orders}).reader(ALL)
     (split,) = reader.partitions()
     platform.registry.unregister_topic(orders, force=True)
+    with pytest.raises(DatabaseError, match="'orders' was deleted, or its log got another form"):
+        list(reader.read(split))
+    # Nor are events of another topic of this name those of the planned range.
+    platform.registry.register_topic(Topic(orders, partitions=4))
+    publish(5)
     with pytest.raises(DatabaseError, match="'orders' was deleted, or its log got another form"):
         list(reader.read(split))
 
