@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import re
 import uuid
@@ -17,6 +18,8 @@ from eventsql_orchestration.publishing.staged_blocks import StagedBlock, StagedB
 from eventsql_orchestration.publishing.two_phase_participant import PublicationPart, TwoPhaseParticipant
 from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.spark.staging import Attempt, ClaimHold, Share, StreamBatch
+
+logger = logging.getLogger(__name__)
 
 KEPT_BATCHES: Final = 100
 """The newest records of a writer are kept however old they are: a stream repeats its last batch."""
@@ -145,11 +148,18 @@ class CommitLog:
     def check_repeated(self, connection: Connection, batch: Batch) -> None:
         """Check that a batch is the same as the batch that was published under its number before.
 
-        Raises `ConfigurationError` if a stream's batch is another batch, `ClaimLostError` if the claim was not
-        committed.
+        A batch outside of streams with another number of events is only warned of: a run that is repeated may find
+        more rows. Raises `ConfigurationError` if a stream's batch is another batch, `ClaimLostError` if the claim was
+        not committed.
         """
         if batch.stream is not None:
             self._check_stream(connection, batch, batch.stream)
+        elif (record := self._record(connection, batch)) is not None and record[0] != batch.events:
+            logger.warning(
+                "%s was published before with %d events, so these %d events are not published: give each batch a "
+                "batchId of its own",
+                batch, record[0], batch.events,
+            )  # fmt: skip
         if batch.claim is not None:
             claim, state = self.shard.claims.get(batch.claim.id)
             if state != "committed":

@@ -263,6 +263,18 @@ def test_writers_without_a_name_are_different_ones(spark: SparkSession, platform
     assert len(values_in(platform, "orders")) == 20
 
 
+def test_events_that_are_not_published_because_their_batch_was_are_warned_of(
+    platform: EventSQL, source: Source, caplog: pytest.LogCaptureFixture
+) -> None:
+    for rows in (5, 5, 6):
+        attempt = stage([WriteTarget(source, Encoder({"orders": 4}, "orders", {}))], [events(rows)])
+        with Publications(source) as publications:
+            publications.publish("writer", 0, [attempt])
+    (warning,) = [record.getMessage() for record in caplog.records if "published before" in record.getMessage()]
+    assert "batch 0 of writer 'writer' was published before with 5 events, so these 6 events" in warning
+    assert len(values_in(platform, "orders")) == 5
+
+
 def test_of_publications_at_the_same_time_one_takes_place(platform: EventSQL, source: Source) -> None:
     attempts = [stage([WriteTarget(source, Encoder({"orders": 4}, "orders", {}))], [events(5)]) for _ in range(8)]
 
