@@ -1,3 +1,4 @@
+-- parts of store
 -- path -- The session's search_path.
 SELECT current_setting('search_path');
 
@@ -36,10 +37,9 @@ JOIN pg_namespace n ON n.oid = c.relnamespace
 WHERE n.nspname = %(in_schema)s AND starts_with(c.relname, %(ledger)s) AND c.relkind = 'r';
 
 -- count_upto -- How many changes there are up to a place, without or with a transaction.
-SELECT count(*) FROM {schema}.aggregate_change
+SELECT count(*) FROM {schema}.aggregate_change change
 WHERE (eql_transaction IS NULL OR (eql_transaction, eql_position) <= (%(transaction)s::xid8, %(position)s::bigint))
-  AND (%(types)s::text[] IS NULL OR eql_type = ANY (%(types)s::text[]))
-  AND (%(kinds)s::text[] IS NULL OR eql_kind = ANY (%(kinds)s::text[]));
+  AND {chosen};
 
 -- finish -- A rebuild has been swapped in, or was given up.
 DELETE FROM {schema}.store_rebuild WHERE eql_projection = %(name)s;
@@ -85,10 +85,7 @@ SELECT eql_transaction::text, eql_position FROM {schema}.store_subscription WHER
 
 -- version_at -- The version that an aggregate had at a place in the global order; 0 before its first change.
 SELECT coalesce(max(change.eql_version), 0)
-FROM {schema}.aggregate_change change
-LEFT JOIN {schema}.adopted_change adopted
-    ON adopted.eql_type = change.eql_type AND adopted.eql_aggregate_id = change.eql_aggregate_id
-    AND adopted.eql_version = change.eql_version
+FROM {placed}
 WHERE change.eql_type = %(type)s AND change.eql_aggregate_id = %(id)s
   AND (coalesce(change.eql_transaction, '0'::xid8), coalesce(adopted.eql_position, change.eql_position))
       <= (%(transaction)s::xid8, %(position)s::bigint);

@@ -1,3 +1,29 @@
+-- part adopted -- The changes that have no transaction, each with its place.
+{schema}.adopted_change adopted
+JOIN {schema}.aggregate_change change
+    ON change.eql_type = adopted.eql_type AND change.eql_aggregate_id = adopted.eql_aggregate_id
+    AND change.eql_version = adopted.eql_version
+
+-- part placed -- All changes, each with its place if it has no transaction.
+{schema}.aggregate_change change
+LEFT JOIN {schema}.adopted_change adopted
+    ON adopted.eql_type = change.eql_type AND adopted.eql_aggregate_id = change.eql_aggregate_id
+    AND adopted.eql_version = change.eql_version
+
+-- part chosen -- Whether a change is of the types and kinds that are read; NULL is all.
+(%(types)s::text[] IS NULL OR change.eql_type = ANY (%(types)s::text[]))
+  AND (%(kinds)s::text[] IS NULL OR change.eql_kind = ANY (%(kinds)s::text[]))
+
+-- part stored_columns -- All columns of a change.
+eql_type, eql_aggregate_id, eql_version, eql_kind, eql_data, eql_created_at, eql_transaction, eql_position,
+    eql_schema_version, eql_change_id, eql_metadata
+
+-- part placed_changes -- Changes after a place among those that have a transaction.
+SELECT eql_version, eql_kind, eql_data, eql_created_at, eql_schema_version, eql_change_id, eql_metadata,
+       eql_type, eql_aggregate_id, eql_transaction, eql_position
+FROM {schema}.aggregate_change change
+WHERE (eql_transaction, eql_position) > (%(transaction)s::xid8, %(position)s::bigint) AND {chosen}
+
 -- append -- New changes of an aggregate: at the version `expected`, or at any (-1), or at any after the first (-2). Writing
 -- the aggregate's row makes a second writer wait for the first. A change takes the greater of its own transaction and its
 -- predecessor's: a transaction with a lower id may append after one with a higher id. No index is over the ids of the store
@@ -77,13 +103,8 @@ WITH moved AS (
     WHERE eql_type = %(type)s AND eql_aggregate_id = ANY (%(ids)s::text[])
     RETURNING *
 )
-INSERT INTO {schema}.archived_change (
-    eql_type, eql_aggregate_id, eql_version, eql_kind, eql_data, eql_created_at, eql_transaction, eql_position,
-    eql_schema_version, eql_change_id, eql_metadata
-)
-SELECT eql_type, eql_aggregate_id, eql_version, eql_kind, eql_data, eql_created_at, eql_transaction, eql_position,
-       eql_schema_version, eql_change_id, eql_metadata
-FROM moved;
+INSERT INTO {schema}.archived_change ({stored_columns})
+SELECT {stored_columns} FROM moved;
 
 -- unarchive_changes -- Move the changes of aggregates out of the archive.
 WITH moved AS (
@@ -91,13 +112,8 @@ WITH moved AS (
     WHERE eql_type = %(type)s AND eql_aggregate_id = ANY (%(ids)s::text[])
     RETURNING *
 )
-INSERT INTO {schema}.aggregate_change (
-    eql_type, eql_aggregate_id, eql_version, eql_kind, eql_data, eql_created_at, eql_transaction, eql_position,
-    eql_schema_version, eql_change_id, eql_metadata
-)
-SELECT eql_type, eql_aggregate_id, eql_version, eql_kind, eql_data, eql_created_at, eql_transaction, eql_position,
-       eql_schema_version, eql_change_id, eql_metadata
-FROM moved;
+INSERT INTO {schema}.aggregate_change ({stored_columns})
+SELECT {stored_columns} FROM moved;
 
 -- id_of_archived_elsewhere -- An aggregate whose change has the id of an archived change.
 SELECT other.eql_type, other.eql_aggregate_id
@@ -120,23 +136,12 @@ ORDER BY eql_version;
 
 -- read_after -- Changes after a place in the global order that no open transaction can still precede. The horizon is that of
 -- the statement's own snapshot.
-SELECT eql_version, eql_kind, eql_data, eql_created_at, eql_schema_version, eql_change_id, eql_metadata,
-       eql_type, eql_aggregate_id, eql_transaction, eql_position
-FROM {schema}.aggregate_change
-WHERE (eql_transaction, eql_position) > (%(transaction)s::xid8, %(position)s::bigint)
-  AND eql_transaction < pg_snapshot_xmin(pg_current_snapshot())
-  AND (%(types)s::text[] IS NULL OR eql_type = ANY (%(types)s::text[]))
-  AND (%(kinds)s::text[] IS NULL OR eql_kind = ANY (%(kinds)s::text[]))
+{placed_changes} AND eql_transaction < pg_snapshot_xmin(pg_current_snapshot())
 ORDER BY eql_transaction, eql_position
 LIMIT %(limit)s::bigint;
 
 -- read_visible -- As `read_after`, with the changes beyond the horizon that are committed.
-SELECT eql_version, eql_kind, eql_data, eql_created_at, eql_schema_version, eql_change_id, eql_metadata,
-       eql_type, eql_aggregate_id, eql_transaction, eql_position
-FROM {schema}.aggregate_change
-WHERE (eql_transaction, eql_position) > (%(transaction)s::xid8, %(position)s::bigint)
-  AND (%(types)s::text[] IS NULL OR eql_type = ANY (%(types)s::text[]))
-  AND (%(kinds)s::text[] IS NULL OR eql_kind = ANY (%(kinds)s::text[]))
+{placed_changes}
 ORDER BY eql_transaction, eql_position
 LIMIT %(limit)s::bigint;
 
@@ -145,13 +150,8 @@ LIMIT %(limit)s::bigint;
 SELECT change.eql_version, change.eql_kind, change.eql_data, change.eql_created_at, change.eql_schema_version,
        change.eql_change_id, change.eql_metadata, change.eql_type, change.eql_aggregate_id,
        0::bigint, adopted.eql_position
-FROM {schema}.adopted_change adopted
-JOIN {schema}.aggregate_change change
-    ON change.eql_type = adopted.eql_type AND change.eql_aggregate_id = adopted.eql_aggregate_id
-    AND change.eql_version = adopted.eql_version
-WHERE adopted.eql_position > %(position)s::bigint
-  AND (%(types)s::text[] IS NULL OR change.eql_type = ANY (%(types)s::text[]))
-  AND (%(kinds)s::text[] IS NULL OR change.eql_kind = ANY (%(kinds)s::text[]))
+FROM {adopted}
+WHERE adopted.eql_position > %(position)s::bigint AND {chosen}
 ORDER BY adopted.eql_position
 LIMIT %(limit)s::bigint;
 
@@ -168,10 +168,7 @@ LIMIT 1;
 
 -- place -- The place of one change.
 SELECT coalesce(change.eql_transaction, '0'::xid8)::text, coalesce(adopted.eql_position, change.eql_position)
-FROM {schema}.aggregate_change change
-LEFT JOIN {schema}.adopted_change adopted
-    ON adopted.eql_type = change.eql_type AND adopted.eql_aggregate_id = change.eql_aggregate_id
-    AND adopted.eql_version = change.eql_version
+FROM {placed}
 WHERE change.eql_type = %(type)s AND change.eql_aggregate_id = %(id)s AND change.eql_version = %(version)s;
 
 -- home -- The server whose transactions order the changes, as far as it is known, and the era of their checkpoints; whether a

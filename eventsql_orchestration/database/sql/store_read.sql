@@ -1,3 +1,4 @@
+-- parts of store
 -- ended -- Whether every transaction up to the given one has ended, so that no change can appear up to there.
 SELECT %(transaction)s::xid8 < pg_snapshot_xmin(pg_current_snapshot());
 
@@ -5,20 +6,15 @@ SELECT %(transaction)s::xid8 < pg_snapshot_xmin(pg_current_snapshot());
 SELECT eql_era FROM {schema}.store_home;
 
 -- count_changes -- How many changes a range of the global order has.
-SELECT count(*) FROM {schema}.aggregate_change
+SELECT count(*) FROM {schema}.aggregate_change change
 WHERE (eql_transaction, eql_position) > (%(after_transaction)s::xid8, %(after_position)s::bigint)
   AND (eql_transaction, eql_position) <= (%(upto_transaction)s::xid8, %(upto_position)s::bigint)
-  AND (%(types)s::text[] IS NULL OR eql_type = ANY (%(types)s::text[]))
-  AND (%(kinds)s::text[] IS NULL OR eql_kind = ANY (%(kinds)s::text[]));
+  AND {chosen};
 
 -- count_adopted -- As `count_changes`, among changes that have no transaction.
-SELECT count(*) FROM {schema}.adopted_change adopted
-JOIN {schema}.aggregate_change change
-    ON change.eql_type = adopted.eql_type AND change.eql_aggregate_id = adopted.eql_aggregate_id
-    AND change.eql_version = adopted.eql_version
+SELECT count(*) FROM {adopted}
 WHERE adopted.eql_position > %(after_position)s::bigint AND adopted.eql_position <= %(upto_position)s::bigint
-  AND (%(types)s::text[] IS NULL OR change.eql_type = ANY (%(types)s::text[]))
-  AND (%(kinds)s::text[] IS NULL OR change.eql_kind = ANY (%(kinds)s::text[]));
+  AND {chosen};
 
 -- every_place -- Each n-th place in a range of the global order, whatever the type and kind of the changes: an index has them.
 SELECT place.eql_transaction::text, place.eql_position FROM (
@@ -44,11 +40,10 @@ SELECT eql_type AS aggregate_type, eql_aggregate_id AS aggregate_id, eql_version
        eql_data::text AS data, eql_created_at AS created_at, eql_schema_version AS schema_version,
        eql_change_id::text AS id, eql_metadata::text AS metadata,
        eql_transaction::text::bigint AS transaction, eql_position AS position
-FROM {schema}.aggregate_change
+FROM {schema}.aggregate_change change
 WHERE (eql_transaction, eql_position) > (%(after_transaction)s::xid8, %(after_position)s::bigint)
   AND (eql_transaction, eql_position) <= (%(upto_transaction)s::xid8, %(upto_position)s::bigint)
-  AND (%(types)s::text[] IS NULL OR eql_type = ANY (%(types)s::text[]))
-  AND (%(kinds)s::text[] IS NULL OR eql_kind = ANY (%(kinds)s::text[]))
+  AND {chosen}
 ORDER BY eql_transaction, eql_position;
 
 -- adopted_changes -- As `changes`, among changes that have no transaction.
@@ -56,11 +51,7 @@ SELECT change.eql_type AS aggregate_type, change.eql_aggregate_id AS aggregate_i
        change.eql_kind AS kind, change.eql_data::text AS data, change.eql_created_at AS created_at,
        change.eql_schema_version AS schema_version, change.eql_change_id::text AS id,
        change.eql_metadata::text AS metadata, 0::bigint AS transaction, adopted.eql_position AS position
-FROM {schema}.adopted_change adopted
-JOIN {schema}.aggregate_change change
-    ON change.eql_type = adopted.eql_type AND change.eql_aggregate_id = adopted.eql_aggregate_id
-    AND change.eql_version = adopted.eql_version
+FROM {adopted}
 WHERE adopted.eql_position > %(after_position)s::bigint AND adopted.eql_position <= %(upto_position)s::bigint
-  AND (%(types)s::text[] IS NULL OR change.eql_type = ANY (%(types)s::text[]))
-  AND (%(kinds)s::text[] IS NULL OR change.eql_kind = ANY (%(kinds)s::text[]))
+  AND {chosen}
 ORDER BY adopted.eql_position;

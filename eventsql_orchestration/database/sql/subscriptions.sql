@@ -1,3 +1,4 @@
+-- parts of store
 -- register -- A new subscription at a place; an old one keeps its place. The row notes what is read, for the lag.
 INSERT INTO {schema}.store_subscription (eql_name, eql_transaction, eql_position, eql_types, eql_kinds)
 VALUES (%(name)s, %(transaction)s::xid8, %(position)s, %(types)s::text[], %(kinds)s::text[])
@@ -76,10 +77,7 @@ SELECT s.eql_name, s.eql_transaction::text, s.eql_position, s.eql_handled, s.eql
            ) readable
        ) + (
            SELECT count(*) FROM (
-               SELECT FROM {schema}.adopted_change adopted
-               JOIN {schema}.aggregate_change change
-                   ON change.eql_type = adopted.eql_type AND change.eql_aggregate_id = adopted.eql_aggregate_id
-                   AND change.eql_version = adopted.eql_version
+               SELECT FROM {adopted}
                WHERE s.eql_transaction = '0'::xid8 AND adopted.eql_position > s.eql_position
                  AND (s.eql_types IS NULL OR change.eql_type = ANY (s.eql_types))
                  AND (s.eql_kinds IS NULL OR change.eql_kind = ANY (s.eql_kinds))
@@ -95,10 +93,7 @@ SELECT s.eql_name, s.eql_transaction::text, s.eql_position, s.eql_handled, s.eql
        (
            SELECT extract(epoch FROM clock_timestamp() - oldest.eql_created_at)::float8 FROM (
                (
-                   SELECT 0 AS part, change.eql_created_at FROM {schema}.adopted_change adopted
-                   JOIN {schema}.aggregate_change change
-                       ON change.eql_type = adopted.eql_type AND change.eql_aggregate_id = adopted.eql_aggregate_id
-                       AND change.eql_version = adopted.eql_version
+                   SELECT 0 AS part, change.eql_created_at FROM {adopted}
                    WHERE s.eql_transaction = '0'::xid8 AND adopted.eql_position > s.eql_position
                      AND (s.eql_types IS NULL OR change.eql_type = ANY (s.eql_types))
                      AND (s.eql_kinds IS NULL OR change.eql_kind = ANY (s.eql_kinds))
@@ -142,10 +137,7 @@ WHERE eql_name = %(name)s;
 
 -- drop_letters_behind -- Letters of changes that a subscription is about to read again.
 DELETE FROM {schema}.store_dead_letter letter
-USING {schema}.aggregate_change change
-LEFT JOIN {schema}.adopted_change adopted
-    ON adopted.eql_type = change.eql_type AND adopted.eql_aggregate_id = change.eql_aggregate_id
-    AND adopted.eql_version = change.eql_version
+USING {placed}
 WHERE letter.eql_subscription = %(name)s
   AND change.eql_type = letter.eql_type AND change.eql_aggregate_id = letter.eql_aggregate_id
   AND change.eql_version = letter.eql_version
