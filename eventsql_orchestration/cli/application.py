@@ -9,7 +9,6 @@ import logging
 import os
 import re
 import sys
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -25,10 +24,9 @@ from eventsql_orchestration.cli.output import (
     be_quiet,
     begin_with,
     complain,
-    discard_output,
-    harmless,
+    discard,
     keep_secret,
-    redact,
+    show_traceback,
 )
 from eventsql_orchestration.cli.parameters import FILE, command, option
 from eventsql_orchestration.cli.urls import ASK, ask_for_url, urls_of_file
@@ -104,7 +102,7 @@ class Application(click.Group):
             code = INTERRUPTED
         except OSError as error:
             # The output of the help or the version failed. No command has run.
-            discard_output()
+            discard(sys.stdout)
             complain(f"standard output cannot be written: {error.strerror or error}")
             code = FAILED
         sys.exit(code if isinstance(code, int) else DONE)
@@ -118,7 +116,7 @@ class Application(click.Group):
         except KeyboardInterrupt:
             ctx.exit(INTERRUPTED)
         except (OutputClosedError, OutputFailedError) as error:
-            discard_output()
+            discard(sys.stdout)
             if isinstance(error, OutputClosedError):
                 ctx.exit(DONE)
             complain(str(error))
@@ -127,7 +125,7 @@ class Application(click.Group):
             if ctx.params["debug"]:
                 with suppress(EventSQLError):
                     keep_secret(*ctx.obj.settings.dsns)
-                click.echo(harmless(redact("".join(traceback.format_exception(error)))), err=True, nl=False)
+                show_traceback(error)
             complain(lazy.message_of(error))
             wrong = isinstance(error, ValidationError | ConfigurationError) and not isinstance(error, MissingExtraError)
             ctx.exit(WRONG_USAGE if wrong else FAILED)
@@ -149,8 +147,8 @@ class _Messages(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         complain(f"{record.levelname.lower()}: {record.getMessage()}")
-        if record.exc_info and self.level <= logging.DEBUG:
-            click.echo(harmless(redact("".join(traceback.format_exception(*record.exc_info)))), err=True, nl=False)
+        if record.exc_info and record.exc_info[1] is not None and self.level <= logging.DEBUG:
+            show_traceback(record.exc_info[1])
 
 
 @contextmanager

@@ -10,11 +10,12 @@ import json
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TextIO, TypeAlias
 
 import click
 
@@ -100,7 +101,20 @@ def say(message: str) -> None:
 
 def complain(message: str) -> None:
     """Write a warning or an error on standard error, as one line."""
-    click.echo(f"eventsql: {harmless(' '.join(redact(message).split()))}", err=True)
+    _tell(f"eventsql: {' '.join(redact(message).split())}\n")
+
+
+def show_traceback(error: BaseException) -> None:
+    """Write the traceback of an error on standard error."""
+    _tell(redact("".join(traceback.format_exception(error))))
+
+
+def _tell(text: str) -> None:
+    """Write on standard error. If that fails, the command goes on: its exit code says what it has done."""
+    try:
+        click.echo(harmless(text), err=True, nl=False)
+    except OSError:
+        discard(sys.stderr)
 
 
 def write(text: str) -> None:
@@ -130,11 +144,11 @@ def write_bytes(data: bytes) -> None:
         raise OutputFailedError(f"standard output cannot be written: {error.strerror or error}") from error
 
 
-def discard_output() -> None:
-    """Discard further standard output: the interpreter would fail at its end on the rest."""
+def discard(stream: TextIO) -> None:
+    """Discard the further output of a standard stream: the interpreter would fail at its end on the rest."""
     with suppress(OSError, ValueError, AttributeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
+        os.dup2(nowhere, stream.fileno())
         os.close(nowhere)
 
 

@@ -175,6 +175,19 @@ def test_output_whose_reader_has_gone_ends_silently(start: Start, arguments: tup
     assert (process.returncode, errors) == (code, b"")
 
 
+@pytest.mark.parametrize("options", [(), ("--debug",)])
+def test_a_command_does_its_work_though_nobody_reads_its_messages(
+    start: Start, platform: EventSQL, options: tuple[str, ...]
+) -> None:
+    platform.registry.register_topic(Topic("rides"))
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = start(*options, "publish", "rides", stdin=subprocess.PIPE, stderr=writer)
+    os.close(writer)
+    process.communicate(b"1\n", timeout=PATIENCE)
+    assert (process.returncode, platform.reader.count("rides")) == (0, 1)
+
+
 def test_a_database_that_is_down_is_one_line(invoke: Run, directory: Path, closed_port: int) -> None:
     (directory / "e.jsonl").write_text("1\n")
     dsn = f"postgresql://me:{QUOTED}@127.0.0.1:{closed_port}/x"
