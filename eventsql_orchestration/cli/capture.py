@@ -59,7 +59,7 @@ def create(
     writers go on. If that ends early, run the command again: it goes on. TABLE is a name as in SQL; without a
     schema, it is in the schema public.
     """
-    with context.definitions() as platform, _progress() as update:
+    with context.whole() as platform, _progress() as update:
         made = platform.captures.create(
             table, topic, key=key or None, columns=columns or None, snapshot=not no_snapshot, on_rows=update
         )
@@ -90,6 +90,6 @@ def list_captures(context: CliContext, as_json: AsJson) -> None:
 @command(capture, short_help="Stop capturing the changes of TABLE to TOPIC.")
 def drop(context: CliContext, table: _Table, topic: TopicName) -> None:
     """Stop capturing the changes of TABLE to TOPIC. The events stay."""
-    with context.definitions() as platform:
+    with context.whole() as platform:
         platform.captures.drop(table, topic)
     say(f"table {table} is not captured to topic {topic!r} any more")

@@ -60,7 +60,7 @@ def create(
     conditions = _filter(keys, key_prefix, metadata)
     if conditions is not None and no_filter:
         raise click.UsageError("--no-filter contradicts --key, --key-prefix and --metadata")
-    with context.definitions() as platform:
+    with context.whole() as platform:
         platform.registry.topic(topic)
         registered = platform.registry.declare_consumer(
             Consumer(topic, consumer, partitioned),
@@ -153,7 +153,7 @@ def describe(context: CliContext, topic: TopicName, consumer: ConsumerName, as_j
 @command(consumer)
 def delete(context: CliContext, topic: TopicName, consumer: ConsumerName) -> None:
     """Delete CONSUMER of TOPIC with its offsets; the events stay."""
-    with context.definitions() as platform:
+    with context.whole() as platform:
         platform.registry.unregister_consumer(topic, consumer)
     say(f"consumer {consumer!r} of topic {topic!r} deleted")
 

@@ -26,7 +26,6 @@ from eventsql_orchestration.errors import ConfigurationError, EmbeddedServerErro
 
 if TYPE_CHECKING:
     from eventsql_orchestration.client.eventsql import EventSQL
-    from eventsql_orchestration.database import Database
     from eventsql_orchestration.database.embedded import EmbeddedPostgres
     from eventsql_orchestration.settings import Settings
 
@@ -68,9 +67,9 @@ def open_platform(
 ) -> EventSQL:
     """The platform on the databases of the settings, or on the database of `shard` alone. The caller closes it.
 
-    It keeps the tables of the embedded server up to date. In a database that the user named, only the commands that
-    define topics and consumers create missing tables, and only `eventsql migrate` upgrades tables. So other commands
-    change nothing in a database of another version, or in a mistyped database. `migrate` overrides both rules.
+    It keeps the tables of the embedded server up to date. In a database that the user named, only `eventsql topic
+    create` creates missing tables, and only `eventsql migrate` upgrades tables. So other commands change nothing in a
+    database of another version, or in a mistyped database. `migrate` overrides both rules.
     """
     if migrate is None:
         migrate = settings.dsn is None
@@ -144,21 +143,26 @@ class CliContext:
         """Write objects as a JSON list with the fields of `json`, or as a table with the columns of `table`."""
         show_list(items, table, as_json=as_json, json=lambda item: self.on_its_shard(item, json))
 
-    def definitions(self) -> EventSQL:
-        """The platform to define topics and consumers on: it makes the tables of a database that has no tables.
+    def whole(self) -> EventSQL:
+        """The platform, for a command that changes all shards alike. Raises `ConfigurationError` if one was chosen."""
+        self.check_whole()
+        return self.platform()
 
-        Raises `ConfigurationError` if one shard was chosen, and database errors.
-        """
+    def check_whole(self) -> None:
+        """Raise `ConfigurationError` if one shard was chosen."""
         if self.shard is not None:
-            raise ConfigurationError("topics and consumers have to be the same on all shards: leave out --shard")
-        platform = self.platform()
-        try:
-            if len(self.settings.dsns) == 1:
-                _make_tables(platform.database)
-        except BaseException:
-            platform.close()
-            raise
-        return platform
+            raise ConfigurationError("this command is for all shards together: leave out --shard")
+
+    def make_tables(self, platform: EventSQL) -> None:
+        """Make the platform's tables, if the user named one database and it has none.
+
+        `eventsql migrate` changes older tables: those of EventSQL's Java library need its options.
+        """
+        if len(self.settings.dsns) == 1:
+            database = platform.database
+            if database.revision() is None and not database.has_tables():
+                database.migrate()
+                say(f"made the platform's tables in schema {database.schema!r} of {database}")
 
     @contextmanager
     def whole_system(self) -> Iterator[EventSQL]:
@@ -189,13 +193,6 @@ class CliContext:
             log = embedded.directory / "postgres.log"
             complain(f"the embedded server of {self.settings.home} has died, see {log}: starting it again")
             embedded.start()
-
-
-def _make_tables(database: Database) -> None:
-    # `eventsql migrate` changes older tables: those of EventSQL's Java library need its options.
-    if database.revision() is None and not database.has_tables():
-        database.migrate()
-        say(f"made the platform's tables in schema {database.schema!r} of {database}")
 
 
 pass_context = click.make_pass_decorator(CliContext, ensure=True)

@@ -112,7 +112,8 @@ def create(
     """
     wanted, bounds = Topic(topic, partitions, storage=storage, compression=compression), _Bounds(**retention)
     letters = Topic(wanted.dead_letter_topic) if dead_letters else None
-    with context.definitions() as platform:
+    with context.whole() as platform:
+        context.make_tables(platform)
         _register(platform, wanted, bounds)
         if letters is not None:
             before = _find(platform, letters.name)
@@ -148,7 +149,7 @@ def alter(
         raise click.UsageError(
             "nothing to alter: give --partitions, --storage, --compression, a bound of retention or --keep-forever"
         )
-    with context.definitions() as platform:
+    with context.whole() as platform:
         found = platform.registry.topic(topic)
         if compression is not None:
             _compress(platform, topic, compression)
@@ -261,7 +262,7 @@ def delete(
     context: CliContext, topic: TopicName, force: Annotated[bool, option("Delete its events and consumers with it.")]
 ) -> None:
     """Delete TOPIC. If it has events or consumers, this needs --force."""
-    with context.definitions() as platform:
+    with context.whole() as platform:
         platform.registry.unregister_topic(topic, force=force)
     say(f"topic {topic!r} deleted")
 

@@ -364,7 +364,11 @@ def test_the_module_is_the_program_too() -> None:
 def test_the_first_topic_makes_the_tables_of_a_named_database(invoke: Run, server: EmbeddedPostgres) -> None:
     dsn = server.create_database("first_topic")
     try:
-        for command in ("topic list", "lag", "consumer list", "publish rides", "transfer --once"):
+        for command in (
+            "topic list", "lag", "consumer list", "publish rides", "transfer --once", "topic delete rides",
+            "topic alter rides --partitions 2", "consumer create rides a", "consumer delete rides a",
+            "capture create ride rides", "capture drop ride rides",
+        ):  # fmt: skip
             looked = invoke("--dsn", dsn, *command.split(), stdin="1\n")
             assert looked.exit_code == 1
             assert "is missing" in one_line(looked)
