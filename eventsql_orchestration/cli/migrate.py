@@ -26,6 +26,7 @@ def migrate(context: CliContext, times_in: Annotated[str | None, option(_TIMES_I
     Safe to run at any time, and by several processes at once. Tables of a newer version stay as they are. Several
     databases without topics become the shards of one set. Databases of different sets stay unchanged.
     """
+    context.check_whole()
     several = len(context.settings.dsns) > 1
     if several and times_in is not None:
         raise click.UsageError("--times-in is for one database: run it with each --dsn alone, then with all of them")

@@ -9,7 +9,7 @@ from typing import Annotated, Final
 
 import click
 
-from eventsql_orchestration.cli.context import CliContext
+from eventsql_orchestration.cli.context import CliContext, pass_context
 from eventsql_orchestration.cli.output import (
     Columns,
     keep_secret,
@@ -31,11 +31,13 @@ from eventsql_orchestration.validation import counted
 
 
 @click.group()
-def shard() -> None:
+@pass_context
+def shard(context: CliContext) -> None:
     """List shards, and add one while events flow.
 
     Name the existing shards before the command: eventsql --dsn URL --dsn URL shard …
     """
+    context.check_whole()
 
 
 def _sharded(platform: EventSQL) -> EventSQL:

@@ -147,8 +147,11 @@ def test_one_shard_is_chosen_by_name_where_offsets_are_meant(orders: Run) -> Non
     assert "there is no shard 'nowhere', but shard-1, shard-2" in orders("--shard", "nowhere", "lag", code=2).stderr
 
 
-def test_topics_and_consumers_are_not_defined_on_one_shard_alone(orders: Run) -> None:
+def test_commands_for_all_shards_refuse_to_do_a_part_on_one(orders: Run, dsns: list[str]) -> None:
     for command in (
+        ("migrate",),
+        ("shard", "list"),
+        ("shard", "add", "--dsn", dsns[2]),
         ("topic", "create", "lone"),
         ("topic", "alter", "orders", "--partitions", 9),
         ("topic", "delete", "orders", "--force"),
