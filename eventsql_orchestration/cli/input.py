@@ -1,4 +1,4 @@
-"""Files and streams of events: JSON lines, CSV and Parquet, read one record at a time.
+"""Files and streams of events: JSON lines, CSV and Parquet, read one record at a time, and batches of a stream.
 
 Each record is an event's value with the number of its line or row. A line or row without a value is a `BadRecord`, and
 reading goes on after it. A file that cannot be read any further raises `InputError`.
@@ -17,20 +17,48 @@ from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from time import monotonic
+from typing import Any, Final, TypeVar
 
 from eventsql_orchestration.cli.csv_input import CsvFile, CsvForm
 from eventsql_orchestration.cli.sources import BOM, CHUNK_BYTES, BadRecord, File, Record, Source, lines, parse
 from eventsql_orchestration.errors import InputError, MissingExtraError, ValidationError
 from eventsql_orchestration.validation import MAX_VALUE_BYTES
 
+Item = TypeVar("Item")
+
 _PAUSE: Final = 0.2
 """Seconds without input after which the events so far are published."""
 
+_LINGER: Final = 0.5
+"""Maximum seconds that an event of a stream waits for its batch to fill."""
 
-def _json_records(chunks: Iterable[bytes | None]) -> Iterator[Record | BadRecord | None]:
+
+def batches(items: Iterable[Item | None], most: int) -> Iterator[list[Item]]:
+    """The items of a stream in batches of at most `most`. None stands for a moment without input, and ends a batch.
+
+    The items before an `InputError` are a batch, too: the user corrects the line and goes on from there.
+    """
+    batch, since = list[Item](), 0.0
+    try:
+        for item in items:
+            if item is not None:
+                since = since if batch else monotonic()
+                batch.append(item)
+            if batch and (len(batch) >= most or item is None or monotonic() - since >= _LINGER):
+                yield batch
+                batch = []
+    except InputError:
+        if batch:
+            yield batch
+        raise
+    if batch:
+        yield batch
+
+
+def _json_records(found: Iterable[bytes | None]) -> Iterator[Record | BadRecord | None]:
     number = 0
-    for line in lines(chunks):
+    for line in found:
         if line is None:
             yield None
             continue
@@ -53,15 +81,22 @@ def _json_records(chunks: Iterable[bytes | None]) -> Iterator[Record | BadRecord
 class StandardInput(Source):
     """JSON lines from a pipe, a terminal or a redirected file, as they come."""
 
+    def __init__(self) -> None:
+        super().__init__("standard input")
+
     def records(self) -> Iterator[Record | BadRecord | None]:
+        return _json_records(self.lines())
+
+    def lines(self) -> Iterator[bytes | None]:
+        """The lines, and None after a moment without input. Raises `InputError`."""
         try:
-            yield from _json_records(self._chunks())
+            yield from lines(self._chunks())
         except OSError as error:
             raise InputError(f"{self.name} cannot be read: {error.strerror or error}") from error
 
     def _chunks(self) -> Iterator[bytes | None]:
         if sys.stdin is None:
-            raise InputError(f"{self.name} is closed: name a file with --file")
+            raise InputError(f"{self.name} is closed: connect it to a pipe or a file")
         stream = sys.stdin.buffer
         try:
             descriptor = stream.fileno()
@@ -82,7 +117,7 @@ class JsonLinesFile(File):
     """A file with one JSON value on each line. Empty lines count as lines, but not as events."""
 
     def records(self) -> Iterator[Record | BadRecord | None]:
-        return _json_records(self._chunks())
+        return _json_records(lines(self._chunks()))
 
 
 class ParquetFile(Source):
@@ -164,7 +199,7 @@ def open_source(path: Path | None, form: CsvForm) -> Iterator[Source]:
             "a delimiter and types of fields are for a --file that ends in .csv or .tsv, also with .gz"
         )
     if path is None:
-        yield StandardInput("standard input")
+        yield StandardInput()
         return
     if kind is None or (kind is ParquetFile and path.name.lower().endswith(".gz")):
         raise ValidationError(

@@ -14,7 +14,7 @@ import click
 from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.csv_input import CsvForm
-from eventsql_orchestration.cli.input import open_source, stdin_is_terminal
+from eventsql_orchestration.cli.input import batches, open_source, stdin_is_terminal
 from eventsql_orchestration.cli.output import progress_bar, say, write_json
 from eventsql_orchestration.cli.parameters import POSITIVE, Number, TopicName, command, option
 from eventsql_orchestration.cli.sources import BadRecord, Record, Source
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 
 _BATCH: Final = 5_000
 """Events per commit of a stream. Larger commits are hardly faster."""
-
-_LINGER: Final = 0.5
-"""Maximum seconds that an event of a stream waits for its batch to fill."""
 
 _COMMITS_PER_SECOND: Final = 10
 """Commits over which `--rate` spreads the events of a second."""
@@ -142,39 +139,22 @@ class _Publishing:
         """Publish in commits of at most `batch` events, with at most `rate` events per second."""
         if rate is not None:
             batch = max(1, min(batch, round(rate / _COMMITS_PER_SECOND)))
-        pending: list[Publication] = []
-        under_way: list[int] = []
-        since = time.monotonic()
-
-        def flush() -> None:
-            if rate is not None:
-                due = self.began + self.published / rate
-                time.sleep(max(0.0, due - time.monotonic()))
-            under_way.append(len(pending))
-            self.published += publisher.publish_all(pending)
-            under_way.clear()
-            pending.clear()
-
+        under_way = 0
         try:
-            for publication in self._publications():
-                if publication is not None:
-                    if not pending:
-                        since = time.monotonic()
-                    pending.append(publication)
-                if pending and (len(pending) >= batch or publication is None or time.monotonic() - since >= _LINGER):
-                    flush()
-            if pending:
-                flush()
+            for publications in batches(self._publications(), batch):
+                if rate is not None:
+                    due = self.began + self.published / rate
+                    time.sleep(max(0.0, due - time.monotonic()))
+                under_way = len(publications)
+                self.published += publisher.publish_all(publications)
+                under_way = 0
         except InputError as error:
-            if pending:
-                # Publish the lines before it: the user corrects the line and goes on from there.
-                flush()
             raise InputError(f"{error.message}; {self._before('before it')}") from error
         except EventSQLError as error:
             raise EventSQLError(f"{error.message}; {self._before('before that')}") from error
         except KeyboardInterrupt:
             # The server may have committed the batch, and the process does not know.
-            unknown = f"; {counted(under_way[0], 'further event')} may have been" if under_way else ""
+            unknown = f"; {counted(under_way, 'further event')} may have been" if under_way else ""
             say(f"interrupted; {self._before('until then')}{unknown}")
             raise
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
-from itertools import groupby, islice
+from itertools import groupby
 from typing import Annotated, Any, Final
 
 import click
 
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.failures import message_of
+from eventsql_orchestration.cli.input import StandardInput, batches, stdin_is_terminal
 from eventsql_orchestration.cli.output import Columns, same, say, show_fields, show_list, write_json
 from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, Name, argument, command, executing, option
 from eventsql_orchestration.cli.queue_work import check_command, work_off
@@ -130,27 +130,40 @@ def send(
     priority: Annotated[int, option("From 0 to 9; the highest comes first.", type=click.IntRange(0, 9), default=0)],
     deduplication_id: Annotated[str | None, option("Send it once within the queue's window.", metavar="ID")],
 ) -> None:
-    """Send BODY to QUEUE, or each line of standard input."""
+    """Send BODY to QUEUE, or each line of standard input, as it comes."""
 
     def message(text: bytes) -> NewMessage:
         return NewMessage(text, key, dict(metadata), delay or 0.0, priority=priority, deduplication_id=deduplication_id)
 
-    texts = (line.rstrip(b"\r\n") for line in sys.stdin.buffer) if body is None else iter([body.encode()])
-    sent = 0
+    texts: Iterable[bytes | None]
+    if body is not None:
+        # An argument that is not UTF-8 is sent as its bytes.
+        texts = [body.encode(errors="surrogateescape")]
+    else:
+        texts = (line and line.removesuffix(b"\r") for line in StandardInput().lines())
+        if stdin_is_terminal():
+            say("reading messages from the terminal, one a line; Ctrl-D ends it")
+    sent, under_way = 0, ""
     with context.platform() as platform:
         target = Queue(platform, name)
-        while batch := [message(text) for text in islice(texts, _SENT_AT_ONCE)]:
-            if not sent and not _is_there(platform, name):
-                target.definition()
-                say(f"made queue {name!r}: there was none of this name")
-            try:
-                sent += len(target.send_all(batch))
-            except PartlySentError as error:
-                raise EventSQLError(_unsent(error, sent)) from error
-            except EventSQLError as error:
-                if not sent:
-                    raise
-                raise EventSQLError(f"{error.message}; lines 1-{sent} were sent before that") from error
+        try:
+            for batch in batches(texts, _SENT_AT_ONCE):
+                messages = [message(text) for text in batch]
+                if not sent and not _is_there(platform, name):
+                    target.definition()
+                    say(f"made queue {name!r}: there was none of this name")
+                under_way = f"; the {counted(len(messages), 'message')} after them may have been sent, too"
+                sent += len(target.send_all(messages))
+                under_way = ""
+        except PartlySentError as error:
+            raise EventSQLError(_unsent(error, sent)) from error
+        except EventSQLError as error:
+            if not sent:
+                raise
+            raise EventSQLError(f"{error.message}; lines 1-{sent} were sent before that") from error
+        except KeyboardInterrupt:
+            say(f"interrupted after {counted(sent, 'message')}{under_way}")
+            raise
     say(f"{counted(sent, 'message')} sent to queue {name!r}" if sent else "standard input is empty: nothing was sent")
 
 

@@ -15,7 +15,7 @@ import pytest
 from eventsql_orchestration.cli.queue_work import HandlerFailedError, Programs
 from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.queue import Queue, list_queues
-from tests.cli.conftest import Run, Start
+from tests.cli.conftest import PROGRAM, Run, Start
 from tests.fixtures import Until
 from tests.waiting import PATIENCE
 
@@ -87,6 +87,41 @@ def test_a_queue_is_deleted_by_force_where_it_has_messages(run: Run, database: D
 def test_a_queue_that_a_message_makes_is_named(run: Run) -> None:
     assert "made queue 'jbos'" in run("queue", "send", "jbos", "1").stderr
     assert "made" not in run("queue", "send", "jbos", "1").stderr
+
+
+def test_a_message_of_a_stream_that_pauses_is_sent_at_once_and_an_interrupt_tells_how_many_were(
+    start: Start, database: Database, until: Until
+) -> None:
+    queue = Queue(database, "jobs")
+    queue.definition()
+    process = start("queue", "send", "jobs", stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    process.stdin.write(b"one\r\ntw")
+    process.stdin.flush()
+    until(lambda: queue.depth().visible == 1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130
+    # The message is visible a moment before the process is told of its commit.
+    assert errors in {
+        b"eventsql: interrupted after 1 message\n",
+        b"eventsql: interrupted after 0 messages; the 1 message after them may have been sent, too\n",
+    }
+    assert [message.body for message in queue.peek()] == [b"one"]
+
+
+def test_an_argument_that_is_not_utf_8_is_sent_as_its_bytes(run: Run, database: Database) -> None:
+    assert run("queue", "send", "jobs", "caf\udce9").exit_code == 0
+    assert [message.body for message in Queue(database, "jobs").peek()] == [b"caf\xe9"]
+
+
+def test_a_closed_input_is_one_line(dsn: str) -> None:
+    closed = subprocess.run(
+        ["sh", "-c", 'exec "$0" "$@" <&-', PROGRAM, "--dsn", dsn, "queue", "send", "jobs"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (closed.returncode, len(closed.stderr.splitlines())) == (1, 1)
+    assert closed.stderr.startswith("eventsql: standard input is closed: ")
 
 
 def test_an_empty_input_makes_no_queue(run: Run, database: Database) -> None:
