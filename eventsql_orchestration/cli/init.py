@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import keyword
 import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Final
@@ -188,7 +189,7 @@ def init(
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
 
-    go = "" if root.resolve() == Path.cwd() else f"cd {root} && "
+    go = "" if root.resolve() == Path.cwd() else f"cd {shlex.quote(str(root))} && "
     say(f"made project {names['project']!r} in {root.resolve()}: run it with `{go}eventsql dev`")
 
 

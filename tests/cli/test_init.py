@@ -17,10 +17,10 @@ def written(root: Path) -> set[str]:
 
 
 def test_it_makes_a_project_that_dev_finds(invoke: Run, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = invoke("init", "corner-shop")
+    made = invoke("init", "corner shop")
     assert made.exit_code == 0
-    assert made.stderr.endswith("run it with `cd corner-shop && eventsql dev`\n")
-    root = directory / "corner-shop"
+    assert made.stderr.endswith("run it with `cd 'corner shop' && eventsql dev`\n")
+    root = directory / "corner shop"
     assert written(root) == {
         ".gitignore", "README.md", "pyproject.toml", "src/corner_shop/__init__.py", "src/corner_shop/definitions.py",
         "src/corner_shop/stock.py", "tests/test_stock.py",
