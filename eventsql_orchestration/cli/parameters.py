@@ -251,9 +251,12 @@ def executing(does: str) -> Parameter:
 
 CONSUMER: Final = Name("consumer", partial(check_name, "consumer name"))
 
-_topic: Final = argument(type=Name("topic", check_topic_name))
-TopicName: TypeAlias = Annotated[str, _topic]
-OptionalTopicName: TypeAlias = Annotated[str | None, _topic]
+_TOPIC: Final = Name("topic", check_topic_name)
+TopicName: TypeAlias = Annotated[str, argument(type=_TOPIC)]
+OptionalTopicName: TypeAlias = Annotated[str | None, argument(type=_TOPIC)]
+TopicNames: TypeAlias = Annotated[
+    tuple[str, ...], argument(type=_TOPIC, nargs=-1, metavar="[TOPIC]...", required=False)
+]
 ConsumerName: TypeAlias = Annotated[str, argument(type=CONSUMER)]
 AsJson: TypeAlias = Annotated[bool, option("Print JSON.", "--json")]
 MaxEvents: TypeAlias = Annotated[int | None, option("End after N events.", "--max", type=POSITIVE)]

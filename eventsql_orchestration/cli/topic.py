@@ -13,10 +13,9 @@ from eventsql_orchestration.cli.output import Columns, say, show_list, without, 
 from eventsql_orchestration.cli.parameters import (
     POSITIVE,
     AsJson,
-    Name,
     Size,
     TopicName,
-    argument,
+    TopicNames,
     command,
     option,
 )
@@ -40,7 +39,6 @@ from eventsql_orchestration.model import (
     Storage,
     Topic,
     check_partitions,
-    check_topic_name,
 )
 from eventsql_orchestration.validation import counted
 
@@ -237,13 +235,7 @@ def describe(context: CliContext, topic: TopicName, as_json: AsJson) -> None:
 
 
 @command(topic)
-def stats(
-    context: CliContext,
-    topics: Annotated[
-        tuple[str, ...], argument(nargs=-1, metavar="[TOPIC]...", required=False, type=Name("topic", check_topic_name))
-    ],
-    as_json: AsJson,
-) -> None:
+def stats(context: CliContext, topics: TopicNames, as_json: AsJson) -> None:
     """Show the size and the rates of each TOPIC, or of all topics.
 
     Rates are events per second that entered the log in the last minute, hour and day. They and the size of an event are

@@ -16,7 +16,7 @@ from eventsql_orchestration.cli.parameters import (
     AsJson,
     OptionalTopicName,
     TopicName,
-    argument,
+    TopicNames,
     command,
     executing,
     option,
@@ -137,7 +137,7 @@ _DROPPED: Final[Columns] = same("topic", "segments", "events", "bytes", "upto", 
 @command()
 def retain(
     context: CliContext,
-    topics: Annotated[tuple[str, ...], argument(nargs=-1, metavar="[TOPIC]...", required=False)],
+    topics: TopicNames,
     dry_run: Annotated[bool, option("Only say what would be dropped.")],
     force: Annotated[bool, option("Also drop events that consumers have not consumed: they lose them.")],
     as_json: AsJson,

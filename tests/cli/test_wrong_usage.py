@@ -24,7 +24,7 @@ WRONG_USAGE = (
     # Topics
     *((f"topic create orders2 --partitions {number}", "partitions") for number in (0, -2, 40000, "many")),
     *((f"{command} {name}", "topic name")
-      for command in ("topic create", "topic describe", "topic delete", "publish", "tail", "lag")
+      for command in ("topic create", "topic describe", "topic retain", "topic delete", "publish", "tail", "lag")
       for name in ("1st", "a-b", "'a b'", "''", LONG, "täglich")),
     ("topic create Account", "topic name"),
     ("publish Account-Created", "topic name"),
