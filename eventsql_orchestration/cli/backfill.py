@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypedDict, Unpack, get_args
 
 import click
-from click.core import ParameterSource
 
 from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.airflow_url import AirflowUrl, local_airflow
@@ -35,6 +34,7 @@ from eventsql_orchestration.cli.parameters import (
     argument,
     command,
     executing,
+    leave_out,
     option,
 )
 from eventsql_orchestration.client.eventsql import EventSQL
@@ -185,15 +185,10 @@ def _range(consumer: str, options: _Options) -> ReplayRange | None:
     if options["into"] == consumer:
         raise click.UsageError("--into must name another consumer than CONSUMER")
 
-    events, window, partition = options["window_events"], options["window"], options["partition"]
     if start is not None:
+        events, window, partition = options["window_events"], options["window"], options["partition"]
         return ReplayRange(start, options["end"] or Latest(), events, window, partition)
-    given = {
-        "--to": options["end"], "--id": options["backfill_id"], "--into": options["into"], "--window-events": events,
-        "--window": window, "--partition": partition,
-    }  # fmt: skip
-    if named := ", ".join(name for name, value in given.items() if value is not None):
-        raise click.UsageError(f"a backfill that is resumed has its windows already: leave {named} out")
+    leave_out("is not for --resume", "end", "backfill_id", "into", "window_events", "window", "partition")
     return None
 
 
@@ -238,14 +233,10 @@ def _backfills(context: CliContext, platform: EventSQL) -> Backfills:
 
 def _launcher(context: CliContext, platform: EventSQL, options: _Options) -> Launcher[Any]:
     """The place where runs are launched. The caller closes it. Raises `click.UsageError` for contradicting options."""
-    source = click.get_current_context().get_parameter_source("airflow_url")
-    # An environment may name the Airflow for other commands.
-    airflow_url = options["airflow_url"] if source is ParameterSource.COMMANDLINE else None
-    of_airflow = {"--airflow-url": airflow_url, "--dag": options["dag"]}
-    of_dagster = {"--dagster-url": options["dagster_url"], "-f": options["file"], "-m": options["module"]}
     airflow = options["orchestrator"] == "airflow"
-    if foreign := [name for name, value in (of_dagster if airflow else of_airflow).items() if value is not None]:
-        raise click.UsageError(f"{foreign[0]} is not for --orchestrator {options['orchestrator']}")
+    # An environment may name the Airflow for other commands.
+    foreign = ("dagster_url", "file", "module") if airflow else ("airflow_url", "dag")
+    leave_out(f"is not for --orchestrator {options['orchestrator']}", *foreign)
     if airflow:
         url = options["airflow_url"] or local_airflow(context.settings.home)
         if url is None:

@@ -26,7 +26,15 @@ from eventsql_orchestration.cli.output import (
     write_csv,
     write_json,
 )
-from eventsql_orchestration.cli.parameters import CONSUMER, AsJson, Number, OptionalTopicName, command, option
+from eventsql_orchestration.cli.parameters import (
+    CONSUMER,
+    AsJson,
+    Number,
+    OptionalTopicName,
+    command,
+    leave_out,
+    option,
+)
 from eventsql_orchestration.consuming.lag_values import ConsumerLag, LagCause
 from eventsql_orchestration.errors import (
     ConsumerNotFoundError,
@@ -101,6 +109,8 @@ def lag(
 
     if as_json and form not in (None, "json"):
         raise click.UsageError(f"--json contradicts --format {form}")
+    if not watch:
+        leave_out("is for --watch", "interval")
     printed = "json" if as_json else form or "table"
     trend = _Trend(totals=totals)
     with context.platform() as platform:

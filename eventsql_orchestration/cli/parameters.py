@@ -12,6 +12,7 @@ from types import NoneType
 from typing import Annotated, Any, Final, TypeAlias, Unpack, get_args, get_origin, get_type_hints
 
 import click
+from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
 from eventsql_orchestration.cli.context import pass_context
@@ -247,6 +248,14 @@ def option(help: str, *flags: str, **settings: Any) -> Parameter:  # noqa: A002 
 def executing(does: str) -> Parameter:
     """The option that makes a command do what it otherwise only plans."""
     return option(f"{does}. Without this option, the command only shows what it would do.")
+
+
+def leave_out(why: str, *names: str) -> None:
+    """Raise `click.UsageError` if the command line has one of these parameters, which would do nothing."""
+    context = click.get_current_context()
+    for each in context.command.params:
+        if each.name in names and context.get_parameter_source(each.name) is ParameterSource.COMMANDLINE:
+            raise click.UsageError(f"{each.opts[0]} {why}: leave it out")
 
 
 CONSUMER: Final = Name("consumer", partial(check_name, "consumer name"))

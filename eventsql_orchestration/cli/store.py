@@ -17,7 +17,17 @@ import click
 from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import Columns, same, say, show_list, timestamp, write_lines
-from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, Moment, Name, argument, command, executing, option
+from eventsql_orchestration.cli.parameters import (
+    POSITIVE,
+    AsJson,
+    Moment,
+    Name,
+    argument,
+    command,
+    executing,
+    leave_out,
+    option,
+)
 from eventsql_orchestration.validation import check_name, counted
 
 if TYPE_CHECKING:
@@ -28,8 +38,8 @@ _BATCH: Final = 1_000
 _FOLLOW_DELAY: Final = 0.3
 """Seconds between two reads without new changes. A notification ends the wait."""
 
-AggregateType = Annotated[str, argument(type=Name("type", partial(check_name, "aggregate type")))]
-AggregateId = Annotated[str, argument(type=Name("id", partial(check_name, "aggregate id")))]
+AggregateType = Annotated[str, argument(metavar="TYPE", type=Name("type", partial(check_name, "aggregate type")))]
+AggregateId = Annotated[str, argument(metavar="ID", type=Name("id", partial(check_name, "aggregate id")))]
 
 
 @click.group()
@@ -47,6 +57,8 @@ def list_aggregates(
     as_json: AsJson,
 ) -> None:
     """List the types of aggregates, or the aggregates of TYPE by their ids."""
+    if aggregate_type is None:
+        leave_out("is for the aggregates of a TYPE", "after", "limit")
     with context.platform() as platform:
         if aggregate_type is None:
             types = [{"type": name, "aggregates": count} for name, count in platform.store.types().items()]
@@ -158,6 +170,8 @@ def archive(
     """Move the changes of closed aggregates into the archive. Everything reads them there as before."""
     if (aggregate_id is None) == (closed_before is None):
         raise click.UsageError("name an ID, or give --closed-before")
+    if aggregate_id is not None:
+        leave_out("is for --closed-before", "limit")
     with context.platform() as platform:
         if aggregate_id is not None:
             moved = platform.store.archive_stream(aggregate_type, aggregate_id)

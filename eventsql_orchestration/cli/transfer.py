@@ -10,7 +10,7 @@ from typing import Annotated, Final
 
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import say
-from eventsql_orchestration.cli.parameters import Number, command, option
+from eventsql_orchestration.cli.parameters import Number, command, leave_out, option
 from eventsql_orchestration.signals import setting
 from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.validation import counted
@@ -61,6 +61,8 @@ def transfer(
     other programs, and share the topics. If the database goes away, the command waits for it. It also drops old
     segments of topics with a retention. With --once it does not: use `eventsql topic retain`.
     """
+    if once:
+        leave_out("is not for --once", "interval", *(["retain"] if retain else []))
     with context.platform() as platform:
         # A database that is down when the command starts is an error. The command does not wait for it.
         platform.open()

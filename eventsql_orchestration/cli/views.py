@@ -27,6 +27,7 @@ from eventsql_orchestration.cli.parameters import (
     argument,
     command,
     executing,
+    leave_out,
     option,
 )
 from eventsql_orchestration.cli.topic_output import age
@@ -182,8 +183,8 @@ def rollup(
 
     --plot draws them instead, with a line for each combination of dimensions; it needs the extra [plots].
     """
-    if plot is not None and as_json:
-        raise click.UsageError("--plot and --json exclude each other")
+    if plot is not None:
+        leave_out("is not for --plot", "as_json", "quantile")
     with _views(context) as views:
         opened = views.rollup(_wanted(views, name, "rollup"))
         buckets = opened.read(since=since, until=until, every=every, by=by, where=dict(where), tenant=tenant)

@@ -123,8 +123,8 @@ def test_an_empty_range_is_no_error_and_starts_nothing(run: Run, ledger: Ledger)
     [
         ((), "--from"),
         (("--from", "earliest", "--resume", "x"), "--from"),
-        (("--resume", "x", "--window-events", "3"), "leave --window-events out"),
-        (("--resume", "x", "--to", "500", "--execute"), "leave --to out"),
+        (("--resume", "x", "--window-events", "3"), "--window-events is not for --resume"),
+        (("--resume", "x", "--to", "500", "--execute"), "--to is not for --resume"),
         (("--from", "noon"), "neither earliest, latest, an offset, a time nor a duration"),
         (("--from", "2026-05-01T12:00:00"), "no time zone"),
         (("--from", "9", "--to", "8"), "before it begins"),

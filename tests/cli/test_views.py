@@ -118,7 +118,8 @@ def test_a_rollup_is_drawn(run: Run, tmp_path: Path) -> None:
     ("wrong", "word"),
     [
         (("--plot", "moves.txt"), ".png"), (("--plot", "missing/moves.png"), "missing/moves.png"),
-        (("--plot", "moves.png", "--json"), "--json"), (("--plot", "moves.png", "--since", "1m"), "no buckets"),
+        (("--plot", "moves.png", "--json"), "--json"), (("--plot", "moves.png", "--quantile", "0.5"), "--quantile"),
+        (("--plot", "moves.png", "--since", "1m"), "no buckets"),
     ],
 )  # fmt: skip
 def test_a_rollup_that_cannot_be_drawn_is_refused(

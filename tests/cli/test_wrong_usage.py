@@ -20,6 +20,13 @@ WRONG_USAGE = (
     ("frobnicate", "No such command 'frobnicate'; see `eventsql --help`"),
     ("publish", "Missing argument 'TOPIC'; see `eventsql publish --help`"),
     ("lag --frequency 1", "--frequency"),
+    # Options that would do nothing
+    ("lag --interval 1", "--watch"),
+    ("transfer --once --interval 1", "--once"),
+    ("transfer --once --retain", "--once"),
+    ("store list --after x", "TYPE"),
+    ("store list --limit 5", "TYPE"),
+    ("store archive order 1 --limit 5", "--closed-before"),
     ("topic list --dsn x", "--dsn stands before the command: eventsql --dsn … topic list"),
     # Topics
     *((f"topic create orders2 --partitions {number}", "partitions") for number in (0, -2, 40000, "many")),
