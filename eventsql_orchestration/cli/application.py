@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import importlib
+import io
 import logging
 import os
 import re
@@ -88,6 +89,9 @@ class Application(click.Group):
         # The system takes the memory back anyway.
         atexit.unregister(gc.freeze)
         atexit.register(gc.freeze)
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            # The encoding of a terminal may lack characters of help texts and trends. Data is UTF-8 in any case.
+            sys.stdout.reconfigure(errors="replace")
         given = sys.argv[1:] if args is None else args
         begin_with([*filter(None, map(_secret_part, given)), *split_urls(os.environ.get("EVENTSQL_DSN", ""))])
         try:

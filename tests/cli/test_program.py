@@ -62,7 +62,14 @@ def test_every_command_has_help_and_needs_nothing_for_it(invoke: Run, directory:
     assert result.stdout.startswith(f"Usage: eventsql {command} ")
 
 
-@pytest.mark.parametrize("arguments", [[], ["topic"], ["consumer"], ["dlt"]])
+def test_a_terminal_without_unicode_gets_help_too(start: Start) -> None:
+    process = start("shard", "--help", PYTHONIOENCODING="latin-1")
+    output, errors = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, errors) == (0, b"")
+    assert b"--dsn URL shard ?" in output
+
+
+@pytest.mark.parametrize("arguments", [[], ["topic"]])
 def test_a_group_without_a_command_shows_its_help_as_wrong_usage(invoke: Run, arguments: list[str]) -> None:
     result = invoke(*arguments)
     assert (result.exit_code, result.stdout) == (2, "")
