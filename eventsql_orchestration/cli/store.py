@@ -139,9 +139,10 @@ def append(
     """Append a change of KIND to an aggregate. DATA is a JSON object."""
     try:
         decoded = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise click.UsageError(f"DATA is not JSON: {error}") from None
-    version: Any = int(expected) if expected.isdecimal() else expected
+    # Python reads no more than some thousand digits.
+    version: Any = int(expected) if expected.isdecimal() and len(expected) < 20 else expected
     with context.platform() as platform:
         change = lazy.Change(kind, decoded, id=change_id, metadata=dict(metadata))
         new = platform.store.append(aggregate_type, aggregate_id, [change], expected_version=version)

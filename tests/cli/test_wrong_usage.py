@@ -90,6 +90,9 @@ WRONG_USAGE = (
         ("--id 0", "--id"),
         ("--from 4 --to 2", "range of offsets"),
     )),
+    # The event store
+    (f"store append order 1 paid {'[' * 20_000}", "DATA is not JSON"),
+    (f"store append order 1 paid '{{}}' --expected-version {'9' * 5_000}", "expected_version"),
     # Benchmarks
     *((f"bench {each}", "") for each in (
         "stream --events 0", "stream --events 2 --publishers 3", "stream --publishers 65",
@@ -158,7 +161,8 @@ def before(filled: EventSQL) -> object:
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param((code, *row), id=row[0]) for code, rows in ((2, WRONG_USAGE), (1, MISSING)) for row in rows]
+    "case",
+    [pytest.param((code, *row), id=row[0][:200]) for code, rows in ((2, WRONG_USAGE), (1, MISSING)) for row in rows],
 )
 def test_wrong_usage_is_one_line_and_changes_nothing(
     invoke: Run, filled: EventSQL, before: object, directory: Path, case: tuple[int, str, str]
