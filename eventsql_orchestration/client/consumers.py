@@ -8,6 +8,8 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import Future, wait
+from functools import partial
 from typing import Unpack
 
 from eventsql_orchestration.boundary import checked
@@ -20,7 +22,6 @@ from eventsql_orchestration.consuming.running import Running, stop_all
 from eventsql_orchestration.consuming.throttle import Throttles
 from eventsql_orchestration.consuming.worker_pool import MAX_WORKERS, Batching
 from eventsql_orchestration.errors import (
-    ClosedError,
     DatabaseError,
     DatabaseUnavailableError,
     EventSQLError,
@@ -33,7 +34,7 @@ from eventsql_orchestration.shards.barriers import Barriers
 from eventsql_orchestration.shards.cluster import Cluster
 from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.shards.two_phase_coordinator import TwoPhaseCoordinator
-from eventsql_orchestration.threads import join_all, start_thread
+from eventsql_orchestration.threads import in_thread
 from eventsql_orchestration.validation import Duration
 
 logger = logging.getLogger(__name__)
@@ -324,21 +325,15 @@ class ClusterTransfer:
         Otherwise it looks every `polling_delay` seconds, and on one database also when `wake` is set. After a round
         that moved events, it looks sooner and then slows down. It retries while the database is down or a topic's
         events cannot be moved. `on_moved` gets the number of events by topic of each round. Each of several shards has
-        a thread, and so has a shard that joins. Raises `ClosedError` when the platform is closed.
+        a thread, and so has a shard that joins. Raises errors of `on_moved`, and `ClosedError` when the platform is
+        closed.
         """
         if self._cluster.lone is not None:
             return self._cluster.lone.transfer_until(stop, polling_delay=polling_delay, wake=wake, on_moved=on_moved)
         self._await_shards(stop)
-        running: dict[Shard, threading.Thread] = {}
-        ending, closed = threading.Event(), list[ClosedError]()
-        reporting = threading.Lock()
+        running: dict[Shard, Future[None]] = {}
+        ending, reporting = threading.Event(), threading.Lock()
         fault: str | None = None
-
-        def transfer(shard: Shard) -> None:
-            try:
-                shard.transfer_until(ending, polling_delay=polling_delay, on_moved=report)
-            except ClosedError as error:
-                closed.append(error)
 
         def report(moved: dict[str, int]) -> None:
             if on_moved is not None:
@@ -347,13 +342,12 @@ class ClusterTransfer:
 
         try:
             while not stop.is_set():
-                if closed:
-                    raise closed[0]
                 for shard in self._cluster.known():
-                    if shard not in running or not running[shard].is_alive():
-                        # Start again even after an error, such as an error of `on_moved`: the shard's events would wait
-                        # for ever.
-                        running[shard] = start_thread(f"transfer-{shard.label}", transfer, shard)
+                    if shard not in running:
+                        transfer = partial(shard.transfer_until, ending, polling_delay=polling_delay, on_moved=report)
+                        running[shard] = in_thread(f"transfer-{shard.label}", transfer)
+                    elif running[shard].done():
+                        running[shard].result()
                 try:
                     self.coordinator.finish()
                     self._barriers.settle()
@@ -366,7 +360,7 @@ class ClusterTransfer:
                 stop.wait(1.0)
         finally:
             ending.set()
-        join_all(running.values(), time.monotonic() + 10.0)
+        wait(running.values(), 10.0)
         return None
 
     def _await_shards(self, stop: threading.Event) -> None:

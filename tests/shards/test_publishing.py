@@ -33,7 +33,7 @@ from eventsql_orchestration.errors import (
 from eventsql_orchestration.sharding import shard_of_key
 from eventsql_orchestration.spark.commit_protocol import Publications
 from eventsql_orchestration.spark.options import Source
-from eventsql_orchestration.threads import in_thread, start_thread
+from eventsql_orchestration.threads import in_thread
 from tests.conftest import Administrator, Prepared
 from tests.forms import stored
 from tests.relay import held_commits, relayed
@@ -295,28 +295,15 @@ def test_spark_does_not_write_to_one_shard_whatever_the_key(platform: EventSQL) 
         publications.write_targets("orders", {})
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_the_transfer_of_a_shard_goes_on_after_an_error_of_its_report(platform: EventSQL, until: Until) -> None:
-    stop, reports = threading.Event(), list[dict[str, int]]()
+def test_an_error_of_its_report_ends_the_transfer_of_one_database_and_of_several(platform: EventSQL) -> None:
+    def fail(_moved: dict[str, int]) -> None:
+        raise ZeroDivisionError
 
-    def reported(least: int) -> bool:
-        return len(reports) >= least
-
-    def fail_once(moved: dict[str, int]) -> None:
-        reports.append(moved)
-        if len(reports) == 1:
-            raise BrokenPipeError
-
-    transfer = start_thread("transfer", platform.transfer.run, stop, on_moved=fail_once)
-    try:
-        for least in (1, 2):
-            for each in events(20):
-                platform.publisher.publish(each)
-            until(partial(reported, least))
-        until(lambda: not platform.buffered())
-    finally:
-        stop.set()
-        transfer.join()
+    for transfer in (platform.transfer.run, platform.shards[0].transfer_until):
+        for each in events(len(KEYS)):
+            platform.publisher.publish(each)
+        with pytest.raises(ZeroDivisionError):
+            transfer(threading.Event(), on_moved=fail)
 
 
 def test_the_transfer_ends_with_its_platform(platform: EventSQL, until: Until) -> None:
