@@ -215,6 +215,7 @@ class AsyncPublisher:
     def _after_fork(self) -> None:
         """See `forks`. The tasks that give events belong to the parent process."""
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._giving: set[asyncio.Future[None]] = set()
 
     @property
     def closed(self) -> bool:
@@ -244,12 +245,18 @@ class AsyncPublisher:
         if self._collectors.lone is not None:
             return await self._collectors.lone.enqueue(publication)
         deadline = time.monotonic() + self._cluster.timeout
-        async with self._turn(check_publication(publication).key):
-            while True:
-                try:
-                    return await (await self._for_event(publication, deadline)).enqueue(publication)
-                except WrongShardError as error:
-                    await asyncio.to_thread(self._cluster.reconsider, error, [publication.topic], deadline)
+        given = asyncio.get_running_loop().create_future()
+        self._giving.add(given)
+        try:
+            async with self._turn(check_publication(publication).key):
+                while True:
+                    try:
+                        return await (await self._for_event(publication, deadline)).enqueue(publication)
+                    except WrongShardError as error:
+                        await asyncio.to_thread(self._cluster.reconsider, error, [publication.topic], deadline)
+        finally:
+            self._giving.discard(given)
+            given.set_result(None)
 
     def _turn(self, key: str | None) -> AbstractAsyncContextManager[None]:
         """A block that the events of a key enter one after the other: no event passes one that waits for its shard."""
@@ -267,6 +274,9 @@ class AsyncPublisher:
 
     async def flush(self) -> None:
         """Wait until every event that was given before is committed, or has failed; its future is done then."""
+        if self._giving:
+            # Their tasks wait for a shard, or for room.
+            await asyncio.wait([*self._giving])
         for each in self._collectors.all():
             await each.flush()
 

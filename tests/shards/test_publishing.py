@@ -249,9 +249,9 @@ def test_buffered_events_of_tasks_are_acknowledged_by_the_shards_of_their_keys(p
     check_in_order(read(platform), 201)
 
 
-def test_an_event_of_a_task_does_not_pass_an_earlier_event_of_its_key_that_waits_for_its_shard(
-    platform: EventSQL, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def first_waits(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """The first event that is given waits for its shard: an event says that it does, the other lets it go on."""
     looking, go_on = threading.Event(), threading.Event()
     check_same = ClusterRegistry.check_same
 
@@ -262,6 +262,39 @@ def test_an_event_of_a_task_does_not_pass_an_earlier_event_of_its_key_that_waits
         check_same(registry, topic)
 
     monkeypatch.setattr(ClusterRegistry, "check_same", hold_the_first)
+    return looking, go_on
+
+
+async def step() -> None:
+    """Let the other tasks run until they wait."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_a_flush_waits_for_an_event_that_waits_for_its_shard(
+    platform: EventSQL, first_waits: tuple[threading.Event, threading.Event]
+) -> None:
+    looking, go_on = first_waits
+
+    async def publish() -> None:
+        async with platform.async_publisher() as publisher:
+            first = asyncio.create_task(publisher.publish(Publication("orders", b"0", key=KEYS[0])))
+            await asyncio.to_thread(looking.wait, PATIENCE)
+            flushing = asyncio.create_task(publisher.flush())
+            await step()
+            assert not flushing.done()
+            go_on.set()
+            await flushing
+            await step()
+            assert first.done()
+
+    asyncio.run(publish())
+
+
+def test_an_event_of_a_task_does_not_pass_an_earlier_event_of_its_key_that_waits_for_its_shard(
+    platform: EventSQL, first_waits: tuple[threading.Event, threading.Event]
+) -> None:
+    looking, go_on = first_waits
 
     async def publish() -> None:
         async with platform.async_publisher(max_age=0.001) as publisher:
@@ -270,8 +303,7 @@ def test_an_event_of_a_task_does_not_pass_an_earlier_event_of_its_key_that_waits
             # The publisher knows the topic from here on: nothing but the first event can keep the second one.
             await publisher.publish(Publication("orders", b"1", key=KEYS[1]))
             second = asyncio.create_task(publisher.publish(Publication("orders", b"2", key=KEYS[0])))
-            for _ in range(5):
-                await asyncio.sleep(0)
+            await step()
             go_on.set()
             await asyncio.gather(first, second)
 
