@@ -32,7 +32,7 @@ from eventsql_orchestration.spark.connect_server import ConnectServer, connect_i
 from eventsql_orchestration.spark.java import ensure_java
 from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.topics.side_consumers import without_backfills
-from eventsql_orchestration.validation import counted
+from eventsql_orchestration.validation import advised, counted
 
 Run = TypeVar("Run")
 
@@ -42,6 +42,9 @@ with these options and 14 s without."""
 
 SIMULATION_SECONDS: Final = 60.0
 """Seconds between two rounds of the simulation, without `--once`."""
+
+STANDSTILL_SECONDS: Final = 10.0
+"""Seconds without progress after which a round names the consumers that it waits for."""
 
 WARM_UP: Final = "eventsql_orchestration.spark.warm_up"
 """A module that loads Spark, so that this process does not import it."""
@@ -195,6 +198,7 @@ def consume_all(
     """
     task = progress.add_task("Consuming", total=None)
     settled: Counts | None = None
+    seen, due = "", 0.0
     while True:
         counts, behind = Counts.take(platform), _behind(platform)
         left = sum(lag.events for lag in behind) + sum(counts.buffered.values())
@@ -205,8 +209,15 @@ def consume_all(
             break
         settled = counts if not left else None
         check()
-        if time.monotonic() > deadline:
-            raise RoundError(f"the round is not done in time: {_named(behind)}; see {log}")
+        now, waits_for = time.monotonic(), _named(behind)
+        if waits_for != seen:
+            seen, due = waits_for, now + STANDSTILL_SECONDS
+        elif behind and now >= due:
+            due = deadline
+            pause = advised("consumer pause", behind[0].topic, behind[0].consumer)
+            say(f"no progress: {waits_for}; if no program consumes that, `{pause}` lets the round end")
+        if now > deadline:
+            raise RoundError(f"the round is not done in time: {waits_for}; see {log}")
         time.sleep(0.5)
     progress.update(task, description="Consumed", completed=1, total=1)
 

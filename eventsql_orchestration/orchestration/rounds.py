@@ -12,13 +12,15 @@ from eventsql_orchestration.client.eventsql import EventSQL
 class Counts:
     """The events of each topic, and those that each consumer has consumed, at one moment.
 
-    `logged` and `buffered` are per topic; `consumed` and `lag` per (topic, consumer), over its partitions.
+    `logged` and `buffered` are per topic; `consumed` and `lag` per (topic, consumer), over its partitions. `filtered`
+    are the consumers with a filter.
     """
 
     logged: Counter[str] = field(default_factory=Counter)
     buffered: Counter[str] = field(default_factory=Counter)
     consumed: Counter[tuple[str, str]] = field(default_factory=Counter)
     lag: Counter[tuple[str, str]] = field(default_factory=Counter)
+    filtered: set[tuple[str, str]] = field(default_factory=set)
 
     @classmethod
     def take(cls, platform: EventSQL) -> Counts:
@@ -30,6 +32,8 @@ class Counts:
         )
         for state in platform.registry.consumers():
             counts.consumed[state.topic, state.name] += state.consumed_events
+            if state.filter is not None:
+                counts.filtered.add((state.topic, state.name))
         for lag in platform.lag():
             counts.lag[lag.topic, lag.consumer] += lag.events
         return counts
@@ -67,9 +71,9 @@ def account(before: Counts, after: Counts, runs: RunCounts, *, alone: bool = Tru
     """Compare two moments, topic by topic, with the publications that the runs between them report.
 
     Faults are a published event that is not in the log, an event in the log that no run published, and an event that a
-    consumer has not consumed, or has consumed twice. After a failed run, events that no run reports are not a fault:
-    the run may have died between the commit of its publication and its report. Without `alone`, other programs may
-    publish too.
+    consumer has lost or has consumed twice. Events that wait for a paused consumer are not lost, nor are events that a
+    consumer's filter left out. After a failed run, events that no run reports are not a fault: the run may have died
+    between the commit of its publication and its report. Without `alone`, other programs may publish too.
     """
     rounds = []
     for topic in sorted(after.logged):
@@ -92,8 +96,8 @@ def account(before: Counts, after: Counts, runs: RunCounts, *, alone: bool = Tru
             expected, had = due + arrived, after.consumed[key] - before.consumed[key]
             if had > expected:
                 faults.append(f"consumer {consumer} consumed {had - expected} events twice")
-            elif had < expected:
-                faults.append(f"consumer {consumer} has not consumed {expected - had} events")
+            elif had + after.lag[key] < expected and key not in after.filtered:
+                faults.append(f"consumer {consumer} has lost {expected - had - after.lag[key]} events")
             consumed += had
             lag += after.lag[key]
 

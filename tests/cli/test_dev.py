@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -267,7 +268,16 @@ def test_the_command_does_what_a_location_lacks_or_says_how_to_do_it(
     ]
 
 
-def test_a_round_does_not_wait_for_a_paused_consumer_and_names_any_other(platform: EventSQL) -> None:
+def test_a_round_does_not_wait_for_a_paused_consumer_and_names_any_other(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    looks = itertools.count()
+
+    def pause_at_the_second_look() -> None:
+        if next(looks) == 1:
+            platform.registry.pause("rides", "ledger")
+
+    monkeypatch.setattr(rounds, "STANDSTILL_SECONDS", 0.0)
     platform.registry.register_topic(Topic("rides"))
     platform.registry.register_consumer(Consumer("rides", "ledger"))
     platform.publisher.publish(Publication("rides", b"1"))
@@ -280,5 +290,6 @@ def test_a_round_does_not_wait_for_a_paused_consumer_and_names_any_other(platfor
         )
         with pytest.raises(RoundError, match=r"rides/ledger has 1 event left \(waiting\)"):
             running.round(0.0)
-        platform.registry.pause("rides", "ledger")
+        monkeypatch.setattr(dagster, "require_running", pause_at_the_second_look)
         assert running.round(60.0) == []
+    assert "`eventsql consumer pause rides ledger`" in capsys.readouterr().err
