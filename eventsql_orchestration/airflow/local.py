@@ -30,9 +30,6 @@ STOP_TIMEOUT: Final = 5.0
 KILL_TIMEOUT: Final = 15.0
 """Seconds in which a killed process must be gone, on a busy machine."""
 
-START_TIMEOUT: Final = 180.0
-"""Seconds until Airflow must have started; it takes 15 s on a calm machine."""
-
 
 def kill_session(leader: int) -> None:
     """Kill the processes of a session, and the processes that they started. `leader` is the process that began it.
@@ -93,7 +90,8 @@ class LocalAirflow:
     `home` has its configuration and logs, `dags` its DAGs. `metadata_url` is an empty PostgreSQL database of its own,
     as `postgresql://…`. `connections` are connections by their names, as URIs or JSON; `environment` is added to the
     environment of the parts. If `port` is 0 or not free, the system chooses one. `lock` is an open file with a lock,
-    which the processes inherit; the numbers of their groups are written into it. `api` is its REST API.
+    which the processes inherit; the numbers of their groups are written into it. A command, or the start of the parts,
+    fails after `start_timeout` seconds; a start takes 15 s on a calm machine. `api` is its REST API.
     """
 
     home: Path
@@ -103,6 +101,7 @@ class LocalAirflow:
     environment: Mapping[str, str] = field(default_factory=dict)
     port: int = 0
     lock: int | None = None
+    start_timeout: float = 180.0
     parts: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict, init=False)
     api: AirflowApi = field(init=False)
 
@@ -170,10 +169,10 @@ class LocalAirflow:
         try:
             done = subprocess.run(
                 [sys.executable, "-m", "airflow", *command], env=self._environment, capture_output=True, check=False,
-                stdin=subprocess.DEVNULL, timeout=START_TIMEOUT,
+                stdin=subprocess.DEVNULL, timeout=self.start_timeout,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            raise LocalAirflowError(f"airflow {' '.join(command)} did not end within {START_TIMEOUT:.0f} s") from None
+            raise LocalAirflowError(f"airflow {' '.join(command)} took over {self.start_timeout:g} s") from None
         if done.returncode:
             said = done.stderr.decode(errors="replace").strip().splitlines()
             raise LocalAirflowError(f"airflow {' '.join(command)} failed: {said[-1] if said else done.returncode}")
@@ -228,12 +227,13 @@ class LocalAirflow:
 
     def wait_until_ready(self) -> None:
         """Wait until the API server answers and every other part has reported. Raises `LocalAirflowError`."""
-        deadline = time.monotonic() + START_TIMEOUT
+        deadline = time.monotonic() + self.start_timeout
         while (waiting_for := self._not_ready()) is not None:
             self.check()
             if time.monotonic() >= deadline:
                 raise LocalAirflowError(
-                    f"Airflow did not start within {START_TIMEOUT:.0f} s ({waiting_for}): see the logs in {self.home}"
+                    f"Airflow did not start within {self.start_timeout:g} s ({waiting_for}): see the logs in "
+                    f"{self.home}"
                 )
             time.sleep(0.5)
 

@@ -110,6 +110,7 @@ class AirflowDevelopment:
             connections={"eventsql_default": connection_of(urls, platform.shards[0].database.schema)},
             # More tasks at once only slow one another down.
             environment={**environment, "AIRFLOW__CORE__PARALLELISM": "2"}, port=self.port, lock=lock,
+            start_timeout=self.timeout,
         )  # fmt: skip
 
 
@@ -156,6 +157,8 @@ class _Running:
             raise LocalAirflowError(f"{errors[0]['filename']} cannot be imported: {errors[0]['stack_trace'].strip()}")
         if not self.tagged():
             raise LocalAirflowError(f"{dags} has no DAGs: name the directory that has them")
+        if self.orders is not None and not self.tagged(SIMULATION):
+            raise click.UsageError(f"--orders is for DAGs with a simulation, and {dags} has none")
         self.progress.update(task, description=f"Airflow runs at {airflow.url}", completed=1)
         if not (setup := self.tagged(SETUP)):
             say(
@@ -178,8 +181,6 @@ class _Running:
         """Simulate, wait until all events are consumed, and verify. Gives the faults that the checks found."""
         deadline = time.monotonic() + timeout
         simulations = self.tagged(SIMULATION)
-        if self.orders is not None and not simulations:
-            raise click.UsageError("--orders is for DAGs with a simulation, and there is none")
         begun = datetime.now(UTC)
         runs = [(dag, self.simulate(dag)) for dag in simulations]
         for dag, run in runs:

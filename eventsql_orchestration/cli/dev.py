@@ -32,7 +32,7 @@ def dev(
         type=click.IntRange(1, 65535), metavar="PORT",
     )],
     timeout: Annotated[float, option(
-        "Limit of Dagster's start, of each job of the setup, and of the round of --once.",
+        "Limit of the start of Dagster or Airflow, of each job or DAG of the setup, and of the round of --once.",
         default=600.0, type=Number(1.0), metavar="SECONDS",
     )],
     orders: Annotated[int | None, option(

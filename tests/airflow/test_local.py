@@ -13,12 +13,14 @@ from typing import Any, cast
 import psutil
 import pytest
 from airflow.sdk import Connection
+from click.testing import CliRunner
 from cryptography.fernet import Fernet
 
 from eventsql_orchestration.airflow.api import AirflowApi
 from eventsql_orchestration.airflow.hook import EventSQLHook
 from eventsql_orchestration.airflow.local import LocalAirflow, connection_of, kill_session
 from eventsql_orchestration.airflow.round_runs import run_counts
+from eventsql_orchestration.cli import main
 from eventsql_orchestration.cli.airflow_development import _metadata_database
 from eventsql_orchestration.database.urls import parse_dsn
 from eventsql_orchestration.orchestration.local_processes import PROCESSES_LOCK, only_one, start_group
@@ -102,6 +104,15 @@ def test_airflow_gets_a_database_beside_that_of_the_events_and_keeps_it(dsn: str
     made = _metadata_database(dsn)
     assert parse_dsn(made).database == f"{parse_dsn(dsn).database}_airflow"
     assert _metadata_database(dsn) == made
+
+
+def test_airflow_has_as_long_to_start_as_the_option_gives(dsn: str, tmp_path: Path) -> None:
+    home, dags = tmp_path / "home", tmp_path / "dags"
+    dags.mkdir()
+    options = ["--dags", str(dags), "--once", "--cold-spark", "--timeout", "1"]
+    late = CliRunner().invoke(main, ["--dsn", dsn, "--home", str(home), "dev", *options])
+    assert late.exit_code == 1
+    assert "airflow db migrate took over 1 s" in late.stderr
 
 
 PART = """
