@@ -60,14 +60,6 @@ def test_a_task_takes_the_claim_over_that_triggered_its_run(rides: EventSQL) -> 
     assert rides.claims.get(claim.id)[1] == "committed"
 
 
-def test_a_run_of_several_asset_events_consumes_the_claims_of_all(rides: EventSQL) -> None:
-    publish(rides, 3, 0)
-    publish(rides, 3, 1)
-    claims = [claimed(rides, partition=partition) for partition in (0, 1)]
-    result = operator().execute(context_of(payloads=[payload(claim) for claim in claims]))
-    assert (result["events"], effects(rides)) == (6, logged(rides))
-
-
 def claims_seen(seen: list[int]) -> Any:
     """A function over claims that commits each."""
 
@@ -430,18 +422,6 @@ def test_a_function_over_a_claim_publishes_once_with_it(rides: EventSQL) -> None
     rides.transfer.run_once()
     (event,) = [event for batch in rides.reader.stream("sums") for event in batch]
     assert (event.value, event.metadata["airflow_dag_id"]) == (b"3", "dag")
-
-
-def test_a_range_that_fails_is_released_and_not_retried_by_airflow(rides: EventSQL) -> None:
-    publish(rides, 3)
-    claim = claimed(rides)
-
-    def failing(claim: Claim, eventsql: EventSQLHook) -> None:
-        raise ValueError("no")
-
-    with pytest.raises(AirflowFailException, match="failed and was released"):
-        operator(failing, gets="claim").execute(context_of(payloads=[payload(claim)]))
-    assert rides.claims.get(claim.id)[1] == "released"
 
 
 def test_the_database_that_goes_away_fails_the_try_and_the_next_one_continues(rides: EventSQL, direct_dsn: str) -> None:

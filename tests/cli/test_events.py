@@ -201,22 +201,14 @@ def test_consume_ends_at_its_maximum(run: Run, publish: Callable[..., None], con
     assert values(run("consume", TOPIC, consumer, "--max", 4)) == ["5"]
 
 
-def test_consume_takes_one_partition_alone(run: Run, publish: Callable[..., None], consumer: str) -> None:
-    publish(1)
-    publish(2, partition=1)
-    assert values(run("consume", TOPIC, consumer, "--partition", 1)) == ["2"]
-    assert values(run("consume", TOPIC, consumer)) == ["1"]
-
-
-def test_a_consumer_that_is_not_partitioned_has_no_single_partitions(
-    run: Run, publish: Callable[..., None], platform: EventSQL
+def test_consume_takes_one_partition_alone(
+    run: Run, publish: Callable[..., None], consumer: str, platform: EventSQL
 ) -> None:
     platform.registry.register_consumer(Consumer(TOPIC, "whole"))
     publish(1)
     publish(2, partition=1)
-    result = run("consume", TOPIC, "whole", "--partition", 1)
-    assert result.exit_code == 2
-    assert "consumer 'whole' is not partitioned" in result.stderr
+    assert values(run("consume", TOPIC, consumer, "--partition", 1)) == ["2"]
+    assert values(run("consume", TOPIC, consumer)) == ["1"]
     assert values(run("consume", TOPIC, "whole")) == ["1", "2"]
 
 

@@ -131,13 +131,6 @@ def test_an_empty_input_makes_no_queue(run: Run, database: Database) -> None:
     assert list_queues(database) == []
 
 
-@pytest.mark.parametrize("command", ["describe", "receive", "peek", "purge", "redrive", "delete"])
-def test_a_queue_that_is_not_there_is_named(run: Run, command: str) -> None:
-    result = run("queue", command, "nothing")
-    assert result.exit_code == 1
-    assert "'nothing'" in result.output
-
-
 def test_a_dead_letter_that_is_not_there_is_named(run: Run, database: Database) -> None:
     Queue(database, "jobs", max_receives=1).send(b"1")
     result = run("queue", "redrive", "jobs", "--id", 98, "--id", 99)

@@ -56,6 +56,7 @@ WRONG_USAGE = (
     # Events
     *((f"tail orders --from {offset}", "") for offset in (-1, "one", "1.5", 2**63, "9" * 5_000, "²")),
     ("tail orders --grep \udcff", "--grep"),
+    ("tail orders --grep (", "is not a regular expression"),
     *((f"{command} --partition {number}", "out of range")
       for command in ("tail orders", "consume orders fares", "publish orders") for number in (2, -1, 40_000)),
     ("publish plain --partition 0", "not partitioned"),
@@ -128,6 +129,8 @@ MISSING = (
     *((f"dlt {command}", "`eventsql topic create plain_dlt`")
       for command in ("list plain", "show plain 1", "redrive plain")),
     *((f"dlt {command}", "'nowhere'") for command in ("list nowhere", "show nowhere 1", "redrive nowhere")),
+    *((f"queue {command} nowhere", "'nowhere'")
+      for command in ("describe", "receive", "peek", "purge", "redrive", "delete")),
 )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ import pytest
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.client.buffered import BufferedPublisher
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
-from eventsql_orchestration.errors import ClosedError, DatabaseUnavailableError, SchemaOutdatedError
+from eventsql_orchestration.errors import ClosedError, DatabaseUnavailableError
 from eventsql_orchestration.queue import AsyncQueue, Queue
 from eventsql_orchestration.store import Change
 
@@ -276,13 +276,6 @@ def test_a_writer_that_is_closed_before_its_batch_connects_is_closed_after_it(pl
         writer.look(None)
         assert not writer.broken
     assert writer.broken
-
-
-def test_a_schema_that_is_missing_is_an_error_where_it_is_not_to_be_made(server: EmbeddedPostgres) -> None:
-    dsn = server.create_database("without_tables")
-    with EventSQL(dsn, migrate=False) as platform, pytest.raises(SchemaOutdatedError):
-        platform.registry.topics()
-    server.drop_database("without_tables")
 
 
 def test_every_part_says_that_the_database_is_down_and_no_password() -> None:
