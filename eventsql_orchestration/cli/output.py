@@ -185,21 +185,24 @@ def _as_json(value: object) -> object:
 
 def event_object(event: Event, *, shard: str | None) -> dict[str, Any]:
     """An event as the commands print it. `timestamp` is the time of its publication; `shard` is there if it has one."""
-    printed: dict[str, Any] = {
+    return {
         **on_shard(shard),
         "topic": event.topic,
         "offset": event.id,
         "partition": event.partition,
         "key": event.key,
+        **({"value": None} if event.erased else bytes_field("value", event.value)),
+        "timestamp": timestamp(event.buffered_at),
+        "metadata": dict(event.metadata),
     }
+
+
+def bytes_field(name: str, data: bytes) -> dict[str, str]:
+    """Bytes for a JSON object: a text; base64, and a field `encoding` that says so, if they are not UTF-8."""
     try:
-        printed["value"] = None if event.erased else event.value.decode()
+        return {name: data.decode()}
     except UnicodeDecodeError:
-        printed["value"] = base64.b64encode(event.value).decode()
-        printed["encoding"] = "base64"
-    printed["timestamp"] = timestamp(event.buffered_at)
-    printed["metadata"] = dict(event.metadata)
-    return printed
+        return {name: base64.b64encode(data).decode(), "encoding": "base64"}
 
 
 def on_shard(shard: str | None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import click
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.failures import message_of
 from eventsql_orchestration.cli.input import StandardInput, batches, stdin_is_terminal
-from eventsql_orchestration.cli.output import Columns, same, say, show_fields, show_list, write_json
+from eventsql_orchestration.cli.output import Columns, bytes_field, same, say, show_fields, show_list, write_json
 from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, Name, argument, command, executing, option
 from eventsql_orchestration.cli.queue_work import check_command, work_off
 from eventsql_orchestration.cli.topic_output import age
@@ -219,7 +219,7 @@ def _print(messages: Sequence[Message | PeekedMessage], *, as_json: bool) -> Non
 
 
 def _object(message: Message | PeekedMessage | ArchivedMessage) -> dict[str, Any]:
-    return {**asdict(message), "metadata": dict(message.metadata), "body": _text(message.body)}
+    return {**asdict(message), "metadata": dict(message.metadata), **bytes_field("body", message.body)}
 
 
 def _text(body: bytes) -> str:
@@ -231,7 +231,10 @@ def _text(body: bytes) -> str:
 
 @command(queue)
 def peek(context: CliContext, name: QueueName, limit: Limit, as_json: AsJson) -> None:
-    """Show the next messages of QUEUE without receiving them: hexadecimal digits for a body that is not UTF-8 text."""
+    """Show the next messages of QUEUE without receiving them.
+
+    A body that is not UTF-8 text is shown as hexadecimal digits; with --json, it is base64, with "encoding": "base64".
+    """
     with context.platform() as platform:
         _print(_existing(platform, name).peek(limit), as_json=as_json)
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -20,7 +21,7 @@ from tests.fixtures import Until
 from tests.waiting import PATIENCE
 
 
-def shown(run: Run, *arguments: object) -> object:
+def shown(run: Run, *arguments: object) -> Any:
     result = run(*arguments, "--json")
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
@@ -31,21 +32,20 @@ def test_a_queue_is_created_filled_looked_at_and_emptied(run: Run) -> None:
     assert run("queue", "send", "jobs", "first", "--key", "a").exit_code == 0
     assert run("queue", "send", "jobs", "--key", "a", stdin=b"second\nthird\n").exit_code == 0
     described = shown(run, "queue", "describe", "jobs")
-    assert isinstance(described, dict)
     assert (described["ordered"], described["dead_letters"], described["visible"], described["blocked"]) == (
         True, "jobs_dead", 1, 2,
     )  # fmt: skip
     lines = run("queue", "describe", "jobs").stdout.splitlines()
     assert [line.split()[1:] for line in lines if line.startswith("retention")] == [["7", "d"]]
-    assert [each["body"] for each in shown(run, "queue", "peek", "jobs")] == ["first", "second", "third"]  # type: ignore[attr-defined]
+    assert [each["body"] for each in shown(run, "queue", "peek", "jobs")] == ["first", "second", "third"]
     received = shown(run, "queue", "receive", "jobs", "--acknowledge")
-    assert [each["body"] for each in received] == ["first"]  # type: ignore[attr-defined]
-    assert [each["body"] for each in shown(run, "queue", "archive", "jobs")] == ["first"]  # type: ignore[attr-defined]
+    assert [each["body"] for each in received] == ["first"]
+    assert [each["body"] for each in shown(run, "queue", "archive", "jobs")] == ["first"]
     assert run("queue", "archive", "--drop-expired").exit_code == 0
     assert "2 messages would be" in run("queue", "purge", "jobs").output
     assert run("queue", "purge", "jobs", "--execute").exit_code == 0
     listed = shown(run, "queue", "list")
-    assert [(each["queue"], each["visible"]) for each in listed] == [("jobs", 0), ("jobs_dead", 0)]  # type: ignore[attr-defined]
+    assert [(each["queue"], each["visible"]) for each in listed] == [("jobs", 0), ("jobs_dead", 0)]
 
 
 def test_messages_that_are_only_shown_are_given_back(run: Run, database: Database) -> None:
@@ -113,6 +113,9 @@ def test_a_message_of_a_stream_that_pauses_is_sent_at_once_and_an_interrupt_tell
 def test_an_argument_that_is_not_utf_8_is_sent_as_its_bytes(run: Run, database: Database) -> None:
     assert run("queue", "send", "jobs", "caf\udce9").exit_code == 0
     assert [message.body for message in Queue(database, "jobs").peek()] == [b"caf\xe9"]
+    (peeked,) = shown(run, "queue", "peek", "jobs")
+    assert (peeked["body"], peeked["encoding"]) == ("Y2Fm6Q==", "base64")
+    assert "636166e9" in run("queue", "peek", "jobs").stdout
 
 
 def test_a_closed_input_is_one_line(dsn: str) -> None:
