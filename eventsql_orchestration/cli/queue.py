@@ -15,7 +15,16 @@ from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.failures import message_of
 from eventsql_orchestration.cli.input import StandardInput, batches, stdin_is_terminal
 from eventsql_orchestration.cli.output import Columns, bytes_field, same, say, show_fields, show_list, write_json
-from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, Name, argument, command, executing, option
+from eventsql_orchestration.cli.parameters import (
+    POSITIVE,
+    AsJson,
+    Name,
+    argument,
+    command,
+    executing,
+    leave_out,
+    option,
+)
 from eventsql_orchestration.cli.queue_work import check_command, work_off
 from eventsql_orchestration.cli.topic_output import age
 from eventsql_orchestration.client.eventsql import EventSQL
@@ -140,6 +149,7 @@ def send(
         # An argument that is not UTF-8 is sent as its bytes.
         texts = [body.encode(errors="surrogateescape")]
     else:
+        leave_out("is for BODY (of the lines of standard input, only the first would be sent)", "deduplication_id")
         texts = (line and line.removesuffix(b"\r") for line in StandardInput().lines())
         if stdin_is_terminal():
             say("reading messages from the terminal, one a line; Ctrl-D ends it")
@@ -294,6 +304,8 @@ def archive(
     """Show the messages of QUEUE that were acknowledged last, or drop the expired messages of all queues."""
     if (name is None) != drop_expired:
         raise click.UsageError("give either QUEUE or --drop-expired")
+    if drop_expired:
+        leave_out("is not for --drop-expired", "limit", "as_json")
     with context.platform() as platform:
         platform.open()
         if name is None:

@@ -27,6 +27,9 @@ WRONG_USAGE = (
     ("store list --after x", "TYPE"),
     ("store list --limit 5", "TYPE"),
     ("store archive order 1 --limit 5", "--closed-before"),
+    ("queue send jobs --deduplication-id x", "BODY"),
+    ("queue archive --drop-expired --limit 5", "--drop-expired"),
+    ("queue archive --drop-expired --json", "--drop-expired"),
     ("topic list --dsn x", "--dsn stands before the command: eventsql --dsn … topic list"),
     # Topics
     *((f"topic create orders2 --partitions {number}", "partitions") for number in (0, -2, 40000, "many")),
