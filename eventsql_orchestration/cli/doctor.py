@@ -294,13 +294,13 @@ def _queues(shard: Shard, stalled_after: float) -> Iterator[Finding]:
             yield warning(
                 "queues",
                 f"a message of queue {each.queue} has been visible for {each.seconds:.0f} s",
-                f"see whether its workers run; eventsql queue work {each.queue} --help",
+                "see whether its workers run; eventsql queue work --help",
             )
         if each.dead:
             yield warning(
                 "queues",
                 f"queue {each.queue} has {counted(each.dead, 'dead letter')}",
-                f"correct the handler, and then: eventsql queue redrive {each.queue}",
+                f"correct the handler, and then: {advised('queue redrive', each.queue)}",
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -29,7 +30,7 @@ from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.orchestration.backfills.driver import BackfillDriver, DriverProgress, Outcome
 from eventsql_orchestration.orchestration.backfills.launcher import BackfillJob, Ended
 from eventsql_orchestration.orchestration.backfills.registry import Backfills
-from eventsql_orchestration.orchestration.backfills.windows import Backfill, Plan, ReplayRange
+from eventsql_orchestration.orchestration.backfills.windows import Backfill, Plan, ReplayRange, resume_command
 from eventsql_orchestration.orchestration.errors import LocalDagsterError, RunFailedError
 from eventsql_orchestration.topics.positions import Earliest
 from tests.cli.conftest import Run, Start, one_line
@@ -315,6 +316,11 @@ def test_a_deleted_backfill_leaves_nothing_behind(run: Run, ledger: Ledger) -> N
     assert run("backfill", "delete", "orders", "ledger", "may").exit_code == 0
     assert ledger.consumers() == ["fragile", "ledger", "ranges"]
     assert run("backfill", "delete", "orders", "ledger", "may").exit_code == 1
+
+
+def test_the_command_that_goes_on_can_be_pasted() -> None:
+    command = shlex.split(resume_command("orders", "a reader", "may"))
+    assert command == ["eventsql", "backfill", "orders", "a reader", "--resume", "may", "--execute"]
 
 
 @pytest.mark.nightly

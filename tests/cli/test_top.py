@@ -75,19 +75,20 @@ def test_queues_with_messages_are_shown(run: Run, rides: EventSQL) -> None:
 
 
 def test_doctor_names_queues_that_nobody_receives_from_and_dead_letters(run: Run, platform: EventSQL) -> None:
-    commands = Queue(platform, "commands", max_receives=1, dead_letters="given_up")
+    commands = Queue(platform, "my commands", max_receives=1, dead_letters="given_up")
     commands.send_all([b"1", b"2"])
     commands.release(commands.receive()[0])
     with platform.database.connection() as connection:
         connection.execute("UPDATE eventsql.queue_message SET eql_visible_at = now() - interval '1 day'")
     found = [each for each in json.loads(run("doctor", "--json").stdout)["findings"] if each["check"] == "queues"]
-    assert [(each["status"], "commands" in each["message"]) for each in found] == [("warning", True)]
+    assert [(each["status"], "my commands" in each["message"]) for each in found] == [("warning", True)]
     (last,) = commands.receive(max_messages=2)
     commands.acknowledge(last)
     with platform.database.connection() as connection:
         connection.execute("UPDATE eventsql.queue_message SET eql_visible_at = now() - interval '1 day'")
     (found,) = [each for each in json.loads(run("doctor", "--json").stdout)["findings"] if each["check"] == "queues"]
     assert "dead letter" in found["message"]
+    assert found["remedy"].endswith("eventsql queue redrive 'my commands'")
 
 
 def test_a_pipe_gets_whole_tables(run: Run, rides: EventSQL) -> None:

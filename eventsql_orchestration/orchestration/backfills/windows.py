@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
@@ -269,7 +270,7 @@ class Backfill:
 
 
 def resume_command(topic: str, consumer: str, backfill_id: str, options: str = "") -> str:
-    return f"eventsql backfill {topic} {consumer} --resume {backfill_id} --execute{options}"
+    return f"eventsql backfill {topic} {shlex.quote(consumer)} --resume {backfill_id} --execute{options}"
 
 
 def letters_command(topic: str, backfill_id: str) -> str:
