@@ -217,7 +217,8 @@ def consume_all(
             pause = advised("consumer pause", behind[0].topic, behind[0].consumer)
             say(f"no progress: {waits_for}; if no program consumes that, `{pause}` lets the round end")
         if now > deadline:
-            raise RoundError(f"the round is not done in time: {waits_for}; see {log}")
+            left_else = "runs are under way, or messages or buffered events are left"
+            raise RoundError(f"the round is not done in time: {waits_for or left_else}; see {log}")
         time.sleep(0.5)
     progress.update(task, description="Consumed", completed=1, total=1)
 

@@ -279,15 +279,17 @@ def test_a_round_does_not_wait_for_a_paused_consumer_and_names_any_other(
 
     monkeypatch.setattr(rounds, "STANDSTILL_SECONDS", 0.0)
     platform.registry.register_topic(Topic("rides"))
-    platform.registry.register_consumer(Consumer("rides", "ledger"))
     platform.publisher.publish(Publication("rides", b"1"))
-    platform.transfer.run_once()
     with dg.DagsterInstance.ephemeral() as instance:
         dagster = Lacking(instance)
         context = CliContext(dsn=platform.database.dsn)
         running = development.Running(
             context, platform, cast("LocalDagster", dagster), instance, Progress(disable=True)
         )
+        with pytest.raises(RoundError, match="buffered events are left"):
+            running.round(0.0)
+        platform.registry.register_consumer(Consumer("rides", "ledger"))
+        platform.transfer.run_once()
         with pytest.raises(RoundError, match=r"rides/ledger has 1 event left \(waiting\)"):
             running.round(0.0)
         monkeypatch.setattr(dagster, "require_running", pause_at_the_second_look)
