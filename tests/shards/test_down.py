@@ -252,14 +252,14 @@ def test_a_platform_that_is_opened_again_finds_out_anew_which_shards_are_down(
 @pytest.mark.parametrize(
     "look",
     [
-        pytest.param(lambda platform: platform.lag(), id="lag"),
+        pytest.param(lambda platform: len(platform.lag()) == 4, id="lag"),
         pytest.param(lambda platform: platform.registry.topics(), id="topics"),
         pytest.param(lambda platform: platform.registry.consumer("orders", "mailer"), id="consumer"),
         pytest.param(lambda platform: platform.seeker.plan("orders", "mailer", Latest()), id="plan"),
     ],
 )
 def test_a_look_that_finds_a_shard_down_shows_the_others(
-    dsns: list[str], opened: Open, second: EmbeddedPostgres, look: Callable[[EventSQL], Sequence[object]]
+    dsns: list[str], opened: Open, second: EmbeddedPostgres, look: Callable[[EventSQL], object]
 ) -> None:
     platform = opened(*dsns).open()
     assert look(platform)
@@ -282,16 +282,6 @@ def test_numbers_of_a_shard_that_is_unreachable_are_unknown(
     with pytest.raises(SystemExit):
         main([*urls, "lag"])
     assert capfd.readouterr().out.count(" - ") >= 4
-
-
-def test_the_lag_shows_a_shard_as_unreachable_from_the_first_look_on(
-    dsns: list[str], opened: Open, second: EmbeddedPostgres
-) -> None:
-    platform = opened(*dsns).open()
-    second.stop()
-    assert {lag.shard: lag.cause for lag in platform.lag()} == {
-        "shard-1": LagCause.NONE, "shard-2": LagCause.UNREACHABLE
-    }  # fmt: skip
 
 
 @pytest.fixture
