@@ -67,6 +67,13 @@ class Settings(BaseSettings):
     def _schema_is_an_identifier(cls, value: str) -> str:
         return check_schema_name(value)
 
+    @field_validator("home", mode="before")
+    @classmethod
+    def _home_is_named(cls, value: object) -> object:
+        if not str(value).strip():
+            raise ValueError("it is empty: name a directory, or leave it out")
+        return value
+
     @classmethod
     def settings_customise_sources(
         cls,

@@ -381,12 +381,17 @@ def test_tables_of_another_program_or_version_are_left_to_migrate(invoke: Run, s
         server.drop_database("other_tables")
 
 
-@pytest.mark.parametrize("url", ["", "  "])
-def test_an_empty_variable_is_named(invoke: Run, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
-    monkeypatch.setenv("EVENTSQL_DSN", url)
-    result = invoke("lag")
+@pytest.mark.parametrize("value", ["", "  "])
+@pytest.mark.parametrize(
+    ("variable", "said"), [("EVENTSQL_DSN", "EVENTSQL_DSN is empty: give it"), ("EVENTSQL_HOME", "home: ")]
+)
+def test_an_empty_variable_is_named(
+    invoke: Run, monkeypatch: pytest.MonkeyPatch, variable: str, said: str, value: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    result = invoke("server", "status")
     assert result.exit_code == 2
-    assert one_line(result).startswith("EVENTSQL_DSN is empty: give it the database's URL")
+    assert said in one_line(result)
 
 
 def test_the_doctor_tells_a_role_without_rights_what_it_lacks(invoke: Run, dsn: str, platform: EventSQL) -> None:
