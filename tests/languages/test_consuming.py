@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -215,6 +216,23 @@ def test_an_event_that_fails_is_retried_alone_and_then_a_dead_letter_as_the_libr
     (state,) = topic.registry.consumer("orders", "whole")
     (theirs_state,) = topic.registry.consumer("orders", "python")
     assert state.attempts == theirs_state.attempts == 0
+
+
+def test_an_event_whose_dead_letter_topic_is_deleted_at_that_moment_is_blocked(
+    topic: EventSQL, session: Connection, sessions: Sessions, until_blocked: UntilBlocked
+) -> None:
+    topic.registry.register_topic(Topic("orders_dlt")).register_consumer(Consumer("orders", "whole"), max_attempts=1)
+    fill(topic, 1)
+    ((claim, epoch, _, id_, *_),) = fetch(session, "'orders', 'whole'")
+    deleting = sessions()
+    deleting.execute("LOCK TABLE eventsql.event_buffer IN SHARE ROW EXCLUSIVE MODE")
+    deleting.execute("DELETE FROM eventsql.topic WHERE eql_name = 'orders_dlt'")
+    with ThreadPoolExecutor(1) as executor:
+        failing = executor.submit(call, session, "fail", claim, epoch, id_, "no")
+        until_blocked()
+        deleting.commit()
+        assert failing.result() == "blocked"
+    assert offsets(topic, "whole") == {-1: 0}
 
 
 def test_a_dead_letter_of_an_erased_event_says_nothing_of_it(topic: EventSQL, session: Connection) -> None:

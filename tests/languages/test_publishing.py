@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -151,6 +152,28 @@ def test_a_publication_that_waits_for_a_repartitioning_goes_by_its_result(
     waiting.join(60)
     rows = session.execute("SELECT eql_partition FROM eventsql.event_buffer ORDER BY eql_id").fetchall()
     assert rows == [(partition_of_key("k", 7),), (partition_of_key("k", 11),)]
+
+
+def test_an_event_for_a_topic_that_is_made_a_moment_later_is_refused(
+    topic: EventSQL, sessions: Sessions, until_blocked: UntilBlocked, session: Connection
+) -> None:
+    # The INSERT of the function finds no topic, and then waits until there is one.
+    session.execute(
+        "CREATE FUNCTION wait() RETURNS trigger LANGUAGE plpgsql AS "
+        "$$ BEGIN PERFORM pg_advisory_xact_lock_shared(1); RETURN NULL; END $$"
+    )
+    session.execute(
+        "CREATE TRIGGER wait AFTER INSERT ON eventsql.event_buffer FOR EACH STATEMENT EXECUTE FUNCTION wait()"
+    )
+    gate = sessions()
+    gate.execute("SELECT pg_advisory_xact_lock(1)")
+    with ThreadPoolExecutor(1) as executor:
+        publishing = executor.submit(session.execute, "SELECT eventsql.publish('late', 'k', 'v')")
+        until_blocked()
+        topic.registry.register_topic(Topic("late"))
+        gate.rollback()
+        with pytest.raises(psycopg.errors.InvalidParameterValue):
+            publishing.result()
 
 
 def test_a_shard_takes_its_own_keys_alone(databases: Databases) -> None:

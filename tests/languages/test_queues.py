@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -15,7 +16,7 @@ from eventsql_orchestration.errors import MessageNotFoundError
 from eventsql_orchestration.queue import NewMessage, Queue
 from eventsql_orchestration.queue.queue_table import ORDERED_KEY_BYTES
 from eventsql_orchestration.sharding import shard_of_key
-from tests.fixtures import Sessions
+from tests.fixtures import Sessions, UntilBlocked
 
 if TYPE_CHECKING:
     from tests.languages.conftest import Psql
@@ -90,6 +91,21 @@ def test_an_old_receipt_settles_nothing(queue: Queue, session: Connection) -> No
     assert peeked.visible_at is not None
     assert (peeked.visible_at - peeked.sent_at).total_seconds() > 500
     assert [entry["reason"] for entry in peeked.history] == ["no time"]
+
+
+def test_a_message_for_a_queue_that_is_deleted_at_that_moment_is_refused(
+    queue: Queue, session: Connection, sessions: Sessions, until_blocked: UntilBlocked
+) -> None:
+    deleting = sessions()
+    # The function reads this table after it has found the queue.
+    deleting.execute("LOCK TABLE eventsql.shard")
+    with ThreadPoolExecutor(1) as executor:
+        sending = executor.submit(session.execute, "SELECT eventsql.queue_send('commands', 'x')")
+        until_blocked()
+        deleting.execute("DELETE FROM eventsql.queue WHERE eql_name = 'commands'")
+        deleting.commit()
+        with pytest.raises(psycopg.errors.InvalidParameterValue):
+            sending.result()
 
 
 def test_a_message_whose_receives_are_spent_becomes_a_dead_letter(queue: Queue, session: Connection) -> None:

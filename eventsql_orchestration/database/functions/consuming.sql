@@ -285,7 +285,6 @@ DECLARE
     reached bigint;
     kind text := coalesce(exception, 'Error');
     told text := left(kind || ': ' || coalesce(message, ''), 2000);
-    letters text;
     outcome text := 'retry';
 BEGIN
     IF current_setting('transaction_isolation') NOT IN ('read committed', 'read uncommitted') THEN
@@ -310,10 +309,6 @@ BEGIN
         PERFORM {schema}.advance_consumer(held.topic, held.consumer, held.partition, held.after, reached);
     END IF;
     IF tries >= held.allowed THEN
-        SELECT t.eql_name INTO letters FROM {schema}.topic t WHERE t.eql_name = held.topic || '_dlt';
-        outcome := CASE WHEN letters IS NULL THEN 'blocked' ELSE 'dead letter' END;
-    END IF;
-    IF outcome = 'dead letter' THEN
         INSERT INTO {schema}.event_buffer (eql_topic, eql_partition, eql_key, eql_value, eql_metadata)
         SELECT t.eql_name,
                CASE WHEN t.eql_partitions < 0 THEN -1
@@ -344,7 +339,10 @@ BEGIN
                        ORDER BY each.name, each.place DESC
                    ) n
                )::json
-        FROM {schema}.topic t WHERE t.eql_name = letters;
+        FROM {schema}.topic t WHERE t.eql_name = held.topic || '_dlt';
+        outcome := CASE WHEN FOUND THEN 'dead letter' ELSE 'blocked' END;
+    END IF;
+    IF outcome = 'dead letter' THEN
         PERFORM {schema}.advance_consumer(held.topic, held.consumer, held.partition, reached, event);
         reached := event;
         UPDATE {schema}.consumer c SET eql_given_up = c.eql_given_up + 1

@@ -112,7 +112,9 @@ BEGIN
     CROSS JOIN unnest(keys, "values", metadata) WITH ORDINALITY AS each (key, value, metadata, position)
     WHERE t.eql_name = publish_all.topic
     ORDER BY each.position;
-    IF NOT FOUND AND NOT EXISTS (SELECT FROM {schema}.topic t WHERE t.eql_name = publish_all.topic) THEN
+    IF NOT FOUND AND (
+        number > 0 OR NOT EXISTS (SELECT FROM {schema}.topic t WHERE t.eql_name = publish_all.topic)
+    ) THEN
         RAISE EXCEPTION 'topic % does not exist', quote_nullable(topic)
             USING ERRCODE = 'invalid_parameter_value', HINT = 'The table {schema}.topic lists the topics.';
     END IF;

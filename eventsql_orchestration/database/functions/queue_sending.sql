@@ -180,6 +180,7 @@ DECLARE
     own text;
     active boolean;
     elsewhere text;
+    ids bigint[];
 BEGIN
     known := {schema}.queue_number(queue);
     IF bodies IS NULL OR cardinality(bodies) > 10000
@@ -219,7 +220,7 @@ BEGIN
     IF known.in_order AND EXISTS (SELECT FROM unnest(keys) AS key WHERE octet_length(key) > 2600) THEN
         -- The index takes a longer key if PostgreSQL can compress it. Only such calls pay for catching its error.
         BEGIN
-            RETURN {schema}.put_messages(
+            ids := {schema}.put_messages(
                 known.number, bodies, keys, metadata::text[], priorities, NULL, delays, deduplication_ids
             );
         EXCEPTION WHEN program_limit_exceeded THEN
@@ -227,10 +228,17 @@ BEGIN
                 quote_nullable(queue)
                 USING ERRCODE = 'invalid_parameter_value', HINT = 'Use keys of at most 2600 bytes. Nothing was sent.';
         END;
+    ELSE
+        ids := {schema}.put_messages(
+            known.number, bodies, keys, metadata::text[], priorities, NULL, delays, deduplication_ids
+        );
     END IF;
-    RETURN {schema}.put_messages(
-        known.number, bodies, keys, metadata::text[], priorities, NULL, delays, deduplication_ids
-    );
+    IF ids IS NULL THEN
+        RAISE EXCEPTION 'queue % was deleted, and nothing was sent', quote_nullable(queue)
+            USING ERRCODE = 'invalid_parameter_value',
+                  HINT = 'Create the queue with `eventsql queue create`, and send again.';
+    END IF;
+    RETURN ids;
 END
 $$;
 COMMENT ON FUNCTION {schema}.queue_send_all(
