@@ -30,7 +30,7 @@ NEWEST = {
     "log": ("0059", "e7e29161f96f4fad"),
     "publishing": ("0063", "8cc9ce118418627c"),
     "queue": ("0060", "cf57255fcb21cb77"),
-    "queue_receiving": ("0060", "f404dda7e639d563"),
+    "queue_receiving": ("0063", "b01748d5e7ef4596"),
     "queue_sending": ("0063", "4702bcb0b9651d43"),
     "queue_settling": ("0059", "61306b99af005f1a"),
     "reading": ("0059", "6cf3d304977e314f"),

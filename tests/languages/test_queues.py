@@ -93,6 +93,18 @@ def test_an_old_receipt_settles_nothing(queue: Queue, session: Connection) -> No
     assert [entry["reason"] for entry in peeked.history] == ["no time"]
 
 
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_transaction_that_goes_on_receives_a_message_that_came_since_it_began(
+    platform: EventSQL, sessions: Sessions, *, ordered: bool
+) -> None:
+    queue = Queue(platform, "late", ordered=ordered)
+    queue.definition()
+    worker = sessions()
+    assert worker.execute(f"{RECEIVE}('late')".encode()).fetchall() == []
+    queue.send(b"x")
+    assert [row[1] for row in worker.execute(f"{RECEIVE}('late')".encode())] == [b"x"]
+
+
 def test_a_message_for_a_queue_that_is_deleted_at_that_moment_is_refused(
     queue: Queue, session: Connection, sessions: Sessions, until_blocked: UntilBlocked
 ) -> None:

@@ -66,6 +66,7 @@ DECLARE
     ready tid[];
     spent bigint[];
     received boolean;
+    moment timestamptz;
     earliest timestamptz := coalesce(since, '-infinity');
     first timestamptz;
     until timestamptz;
@@ -73,6 +74,8 @@ DECLARE
     taken integer := 0;
 BEGIN
     LOOP
+        -- now() would be the begin of the transaction, which may be long ago.
+        moment := clock_timestamp();
         SELECT array_agg(found.place), bool_or(found.eql_receives > 0),
                min(found.eql_visible_at) FILTER (WHERE found.level = 0)
         INTO ready, received, first
@@ -84,7 +87,7 @@ BEGIN
                 FROM {schema}.queue_message m
                 WHERE m.eql_queue = of_queue AND m.eql_priority = level
                   AND m.eql_visible_at >= CASE WHEN level = 0 THEN earliest ELSE '-infinity' END
-                  AND m.eql_visible_at <= now()
+                  AND m.eql_visible_at <= moment
                 ORDER BY m.eql_visible_at, m.eql_id LIMIT most - taken
                 FOR UPDATE SKIP LOCKED
             ) visible
