@@ -209,7 +209,7 @@ def _adoption_names(connection: Connection, schema: str, topic: str) -> dict[str
     return {
         "log": log, "segment": sql.Identifier(schema, name), "name": sql.Identifier(name),
         "sequence": sql.Identifier(*sequence), "check": sql.Identifier(ADOPTION_CHECK),
-        "end": newest_id(connection, schema, topic) + SEGMENT_EVENTS,
+        "end": min(newest_id(connection, schema, topic) + SEGMENT_EVENTS, 2**63 - 1),
     }  # fmt: skip
 
 

@@ -33,7 +33,7 @@ NEWEST = {
     "queue_receiving": ("0063", "b01748d5e7ef4596"),
     "queue_sending": ("0063", "4702bcb0b9651d43"),
     "queue_settling": ("0059", "61306b99af005f1a"),
-    "reading": ("0059", "6cf3d304977e314f"),
+    "reading": ("0063", "dae7a4e7a4941422"),
     "store": ("0023", "b23aa28548abfbba"),
     "views": ("0021", "947ded5aa036b014"),
 }

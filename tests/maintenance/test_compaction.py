@@ -80,6 +80,15 @@ def test_a_compacted_log_has_the_same_events_in_fewer_blocks(single: EventSQL, s
     assert (again.blocks, again.into) == (0, 0)
 
 
+def test_a_log_whose_ids_come_to_their_end_is_compacted(single: EventSQL, session: Connection) -> None:
+    session.execute("SELECT setval('eventsql.orders_block_eql_id_seq', %s)", [2**63 - 80])
+    session.execute("SELECT eventsql.make_segments('orders', 100, 1)")
+    publish_singly(single, 70, partitions=single.registry.topic("orders").partitions)
+    before = content(single.reader.read("orders"))
+    assert single.compactor.execute("orders").blocks > 90
+    assert content(single.reader.read("orders")) == before
+
+
 @pytest.mark.parametrize("limit", [1, 7, 64])
 def test_readers_of_any_batch_size_see_each_event_once_and_in_order_while_it_is_compacted(
     single: EventSQL, limit: int

@@ -42,10 +42,13 @@ def publication(number: int, partition: int, rng: random.Random) -> Publication:
     return Publication("blocks", b"%d" % number * rng.choice([0, 1, 40]), key=key, metadata=run, partition=partition)
 
 
-def fill(platform: EventSQL, session: Connection, rng: random.Random, blocks: int) -> int:
-    """Append the same events with the same ids to the topics `blocks` and `rows`; gives their number."""
+def fill(platform: EventSQL, session: Connection, rng: random.Random, blocks: int, *, start: int) -> int:
+    """Append the same events with the same ids after `start` to the topics `blocks` and `rows`; gives their number."""
     for name in ("blocks", "rows"):
         platform.registry.register_topic(Topic(name, PARTITIONS, storage="blocks" if name == "blocks" else "rows"))
+        if start > 0:
+            sequence = f"eventsql.{log_form.stored_table(session, SCHEMA, name)}_eql_id_seq"
+            session.execute("SELECT setval(%s, %s)", [sequence, start])
     written = 0
     for hour in range(blocks):
         partition, events = rng.randrange(PARTITIONS), rng.choice([1, 1, 2, 7, 30])
@@ -73,12 +76,12 @@ def both(
 ) -> Both:
     monkeypatch.setattr(segments, "SEGMENT_EVENTS", 50)
     monkeypatch.setattr(reading, "_FIRST_BLOCKS", 2)
-    seed, compacted = request.param
+    seed, compacted, start = request.param
     rng = random.Random(seed)
-    both = Both(session, rng, fill(platform, session, rng, blocks=30))
+    both = Both(session, rng, start, start + fill(platform, session, rng, blocks=30, start=start))
     if compacted:
         # Blocks of three partitions with gaps, beside others that stay.
-        for after in range(rng.randrange(20), both.events, 70):
+        for after in range(start + rng.randrange(20), both.end, 70):
             of = rng.sample(range(PARTITIONS), rng.randrange(1, PARTITIONS + 1))
             with session.transaction():
                 merged = compactor.merge(session, after=after, upto=after + rng.randrange(1, 70), partitions=of)
@@ -96,7 +99,8 @@ class Both:
 
     session: Connection
     rng: random.Random
-    events: int
+    start: int
+    end: int
 
     def same(self, ask: Callable[..., object], *given: object, **named: object) -> None:
         answers = [ask(self.session, topic, *given, **named) for topic in ("blocks", "rows")]
@@ -105,7 +109,7 @@ class Both:
     def ranges(self) -> Iterator[tuple[int, int, int]]:
         """Partitions with the offsets after and up to which something is asked."""
         for _ in range(40):
-            after = self.rng.randrange(-1, self.events + 3)
+            after = self.start + self.rng.randrange(-1, self.end - self.start + 3)
             upto = self.rng.choice([MAX_OFFSET, after + self.rng.randrange(-2, 60)])
             yield self.rng.randrange(-1, PARTITIONS + 1), after, upto
 
@@ -153,13 +157,14 @@ def copied(
 SEEDS = pytest.mark.parametrize(
     "both",
     [
-        (0, False),
-        (1, True),
-        *(pytest.param(both, marks=pytest.mark.nightly) for both in ((1, False), (0, True), (2, True))),
+        (0, False, 0),
+        (1, True, 0),
+        (3, True, 2**63 - 1_000),
+        *(pytest.param(both, marks=pytest.mark.nightly) for both in ((1, False, 0), (0, True, 0), (2, True, 0))),
     ],
     indirect=True,
 )
-"""Each with a random log, compacted or not."""
+"""Each with a random log, compacted or not, from the first id on or with the largest ids."""
 
 
 @SEEDS
@@ -189,12 +194,13 @@ def test_ranges_of_offsets_hold_the_same_in_both_forms(both: Both) -> None:
     rng = both.rng
     for partition, after, upto in both.ranges():
         n = rng.choice([1, 2, 3, 8, 31, 90])
-        parts = list(pairwise(sorted({0, both.events, *(rng.randrange(both.events + 5) for _ in range(4))})))
+        cuts = [both.start + rng.randrange(both.end - both.start + 5) for _ in range(4)]
+        parts = list(pairwise(sorted({both.start, both.end, *cuts})))
         both.same(ranges.firsts, partition, parts)
         both.same(ranges.samples, partition, parts, sample=n)
         both.same(ranges.contents, parts)
         both.same(ranges.occupied, [(partition, low, high) for low, high in parts])
-        span = {"after": after, "upto": min(upto, both.events + 7)}
+        span = {"after": after, "upto": min(upto, both.end + 7)}
         both.same(ranges.first, **span)
         both.same(ranges.ends_of_events, **span, events=n)
         both.same(ranges.ends_of_periods, **span, seconds=7200)

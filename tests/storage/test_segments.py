@@ -208,6 +208,16 @@ def test_an_adoption_that_fails_leaves_the_table_as_it_was(
     assert plain.transfer.run_once() == {"plain": 1}
 
 
+def test_the_first_segment_of_a_plain_table_ends_at_the_largest_id(plain: EventSQL, session: Connection) -> None:
+    largest = 2**63 - 1
+    session.execute("SELECT setval('eventsql.plain_event_eql_id_seq', %s)", [largest - 100])
+    segments.adopt(session, SCHEMA, "plain")
+    assert ranges(session, "plain") == [(0, largest)]
+    plain.publisher.publish(Publication("plain", b"last"))
+    plain.transfer.run_once()
+    assert plain.reader.end("plain") == largest - 99
+
+
 def test_roles_that_could_read_a_plain_table_can_read_the_log(
     plain: EventSQL, session: Connection, request: pytest.FixtureRequest
 ) -> None:

@@ -61,7 +61,7 @@ LEFT JOIN LATERAL (
     SELECT * FROM ending
     UNION ALL
     {first_of_blocks}
-    WHERE e.eql_span IS NOT NULL AND e.eql_id > c.after AND e.eql_id <= ((SELECT ending.block FROM ending) + 20000)
+    WHERE e.eql_span IS NOT NULL AND e.eql_id > c.after AND e.eql_id <= {farthest of (SELECT ending.block FROM ending)}
     ORDER BY id
     LIMIT 1
 ) first ON true

@@ -1,6 +1,9 @@
 -- part base -- The id before the first event of a block.
 (eql_id - coalesce(eql_span, eql_events))
 
+-- part farthest of id -- The largest id that a block can have that begins before an id: a block has at most 20,000 ids.
+(least({id}, 9223372036854755807) + 20000)
+
 -- part up_to of place -- How many events of a block have ids up to an offset. Only blocks with gaps have their array read.
 CASE WHEN {place} >= eql_id THEN eql_events
      WHEN {place} <= {base} THEN 0
@@ -18,9 +21,8 @@ coalesce(eql_entered[({number})::int], eql_created_at)
 -- part held -- How many events of a block the range has.
 ({up_to of {upto}} - {up_to of {after}})
 
--- part near -- Excludes the blocks after the range by their ids, so that the server can use an index and skip segments: a
--- block has at most 20,000 ids.
-eql_id <= (least({upto}, 9223372036854755807) + 20000)
+-- part near -- Excludes the blocks after the range by their ids, so that the server can use an index and skip segments.
+eql_id <= {farthest of {upto}}
 
 -- part in_range -- The blocks that may have events of the range.
 eql_id > {after} AND {near} AND {base} < {upto} AND {after} < {upto}
@@ -64,7 +66,7 @@ FROM (
     UNION ALL
     SELECT * FROM {schema}.{block_table}
     WHERE {in_partition} {in_range} AND eql_span IS NOT NULL AND eql_id > (SELECT reach.upto FROM reach)
-      AND eql_id <= ((SELECT reach.upto FROM reach) + 20000) AND {base} < (SELECT reach.upto FROM reach)
+      AND eql_id <= {farthest of (SELECT reach.upto FROM reach)} AND {base} < (SELECT reach.upto FROM reach)
 ) block
 {runs}
 WHERE run.last > {after} AND run.before < {upto} AND run.last <= (SELECT reach.upto FROM reach)

@@ -47,7 +47,7 @@ WITH near AS (
     ) AS more
     FROM {schema}.{block_table}
     WHERE (eql_partition, eql_id) > (%(partition)s::smallint, {after})
-      AND (eql_partition, eql_id) <= (%(partition)s::smallint, least({upto}, 9223372036854755807) + 20000)
+      AND (eql_partition, eql_id) <= (%(partition)s::smallint, {farthest of {upto}})
       AND {base} < {upto} AND eql_id >= {begin} AND eql_id < {behind}
     ORDER BY eql_partition, eql_id
     LIMIT %(blocks)s
@@ -65,7 +65,7 @@ WITH own AS MATERIALIZED (
 ), near AS (
     SELECT *, EXISTS (
         SELECT FROM {schema}.{block_table}
-        WHERE {in_range} AND eql_span IS NOT NULL AND eql_id <= ((SELECT max(own.eql_id) FROM own) + 20000)
+        WHERE {in_range} AND eql_span IS NOT NULL AND eql_id <= {farthest of (SELECT max(own.eql_id) FROM own)}
     ) AS more
     FROM own
 )
@@ -83,12 +83,14 @@ WITH first AS MATERIALIZED (
 ), late AS MATERIALIZED (
     SELECT * FROM {schema}.{block_table}
     WHERE {in_range} AND eql_span IS NOT NULL AND eql_id > (SELECT ends.last FROM ends)
-      AND eql_id <= ((SELECT ends.last FROM ends) + 20000) AND {base} < (SELECT ends.last FROM ends)
+      AND eql_id <= {farthest of (SELECT ends.last FROM ends)} AND {base} < (SELECT ends.last FROM ends)
 ), both_kinds AS (
     SELECT * FROM first UNION ALL SELECT * FROM late
 ), cut AS MATERIALIZED (
     SELECT CASE WHEN ends.gaps OR EXISTS (SELECT FROM late)
-        THEN least({upto}, ends.last, (SELECT min({id_at of {up_to of {after}} + 1}) FROM both_kinds) + (%(limit)s::bigint - 1))
+        THEN least({upto}, ends.last, least(
+            (SELECT min({id_at of {up_to of {after}} + 1}) FROM both_kinds), 9223372036854775807 - %(limit)s::bigint
+        ) + (%(limit)s::bigint - 1))
         ELSE {upto} END AS upto
     FROM ends
 ), near AS (
@@ -130,7 +132,8 @@ FROM (
     ({oldest_block})
     UNION ALL
     SELECT * FROM {schema}.{block_table}
-    WHERE eql_span IS NOT NULL AND eql_id <= ((SELECT oldest.eql_id FROM ({oldest_block}) oldest) + 20000)
+    WHERE eql_span IS NOT NULL
+      AND eql_id <= (least((SELECT oldest.eql_id FROM ({oldest_block}) oldest), 9223372036854755807) + 20000)
 ) block
 
 -- bounds -- The ids of the oldest and the newest event of a topic; 1 and 0 where it is empty.
@@ -160,9 +163,10 @@ SELECT greatest(low - 1, (
     FROM (
         SELECT block.*, width_bucket(%(time)s::timestamptz - '1 microsecond'::interval, eql_entered) AS older
         FROM {schema}.{block_table} block
-        WHERE eql_entered IS NOT NULL AND eql_id >= wholly.low AND eql_id <= (20000 + (
-            SELECT eql_id FROM {schema}.{block_table} WHERE eql_id >= wholly.low ORDER BY eql_id LIMIT 1
-        ))
+        WHERE eql_entered IS NOT NULL AND eql_id >= wholly.low AND eql_id <= (least(
+            (SELECT eql_id FROM {schema}.{block_table} WHERE eql_id >= wholly.low ORDER BY eql_id LIMIT 1),
+            9223372036854755807
+        ) + 20000)
     ) partly
     WHERE partly.older > 0
 ))
@@ -177,7 +181,7 @@ WITH last AS MATERIALIZED (
         FROM (
             SELECT eql_id, eql_span, {up_to of %(offset)s::bigint} AS held
             FROM {schema}.{block_table}
-            WHERE {in_partition} eql_id <= (least(%(offset)s::bigint, 9223372036854755807) + 20000)
+            WHERE {in_partition} eql_id <= {farthest of %(offset)s::bigint}
               AND {base} < %(offset)s::bigint
             ORDER BY eql_id DESC
             LIMIT %(skip)s::bigint + 1
@@ -192,7 +196,7 @@ FROM (
         SELECT least(run.last, %(offset)s::bigint) AS upto, least(run.last, %(offset)s::bigint) - run.before AS held
         FROM {schema}.{block_table}
         {runs}
-        WHERE {in_partition} eql_id <= (least(%(offset)s::bigint, 9223372036854755807) + 20000)
+        WHERE {in_partition} eql_id <= {farthest of %(offset)s::bigint}
           AND eql_id >= (SELECT CASE WHEN last.gaps THEN last.first - 20000 ELSE last.first END FROM last)
           AND {base} < %(offset)s::bigint AND run.before < %(offset)s::bigint
     ) runs

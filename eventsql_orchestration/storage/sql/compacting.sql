@@ -26,7 +26,7 @@ WITH first AS MATERIALIZED (
     ORDER BY eql_id
     LIMIT 1
 ), ends AS MATERIALIZED (
-    SELECT least(first.id + %(ids)s, %(upto)s::bigint, ({border})) AS id FROM first
+    SELECT least(least(first.id, %(upto)s::bigint - %(ids)s) + %(ids)s, ({border})) AS id FROM first
 ), block AS MATERIALIZED (
     SELECT *, (sum(bytes) OVER (ORDER BY eql_id))::bigint AS total
     FROM (

@@ -9,4 +9,4 @@ down_revision = "0062"
 
 
 def upgrade() -> None:
-    install("consuming", "publishing", "queue_receiving", "queue_sending")
+    install("consuming", "publishing", "queue_receiving", "queue_sending", "reading")
