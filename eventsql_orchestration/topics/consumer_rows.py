@@ -9,11 +9,10 @@ from sqlalchemy.dialects.postgresql import insert
 
 from eventsql_orchestration.consumer import Consumer, ConsumerState, EventFilter
 from eventsql_orchestration.database import driver_connection, tables
-from eventsql_orchestration.database.held_by_handlers import check_not_held
 from eventsql_orchestration.model import NOT_PARTITIONED, Topic
 from eventsql_orchestration.sharding import HELD
 from eventsql_orchestration.topics import layouts
-from eventsql_orchestration.topics.catalog import schema_of
+from eventsql_orchestration.topics.catalog import consumer_states, schema_of
 from eventsql_orchestration.topics.offsets import offset_of
 from eventsql_orchestration.topics.positions import Earliest, Position
 
@@ -32,7 +31,7 @@ def change_settings(connection: Connection, states: list[ConsumerState], setting
         for state in states
     ):
         topic, name = states[0].topic, states[0].name
-        check_not_held(driver_connection(connection), schema_of(connection), "consumer", topic, name)
+        consumer_states(connection, topic, name, lock=True)
         own = (_c.eql_topic == topic, _c.eql_name == name)
         connection.execute(update(tables.consumer).where(*own).values(settings))
 

@@ -499,6 +499,25 @@ def test_a_registration_that_changes_nothing_does_not_wait_for_a_consumption(
     platform.registry.register_consumer(mailer, max_attempts=7, filter=EVERY_EVENT)
 
 
+def test_a_change_of_settings_locks_the_partitions_of_a_consumer_in_their_order(
+    platform: EventSQL, session: Connection, sessions: Sessions, until_blocked: UntilBlocked
+) -> None:
+    mailer = Consumer("orders", "mailer", partitioned=True)
+    platform.registry.register_topic(Topic("orders", 3)).register_consumer(mailer)
+    # Partition 0 gets the last place in the table, and after ANALYZE, an UPDATE alone goes by places.
+    session.execute("UPDATE eventsql.consumer SET eql_paused = false WHERE eql_partition = 0")
+    session.execute("ANALYZE eventsql.consumer")
+    holder = sessions()
+    holder.execute("SELECT FROM eventsql.consumer WHERE eql_partition = 0 FOR UPDATE")
+    with ThreadPoolExecutor(1) as executor:
+        changing = executor.submit(platform.registry.register_consumer, mailer, max_attempts=9)
+        until_blocked()
+        holder.execute("SELECT FROM eventsql.consumer WHERE eql_partition = 1 FOR UPDATE NOWAIT")
+        holder.commit()
+        changing.result()
+    assert {state.max_attempts for state in platform.registry.consumer("orders", "mailer")} == {9}
+
+
 def test_a_deleted_consumer_begins_anew_when_it_is_registered_again(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders"))
     platform.registry.register_consumer(Consumer("orders", "mailer"))
