@@ -7,8 +7,9 @@ from typing import Final
 
 from sqlalchemy import Connection
 
+from eventsql_orchestration.database import Connection as DriverConnection
 from eventsql_orchestration.database import Database, driver_connection, role_statements
-from eventsql_orchestration.database.sessions import wait_at_most
+from eventsql_orchestration.database.sessions import let_last, wait_at_most
 from eventsql_orchestration.errors import DatabaseBusyError
 from eventsql_orchestration.model import Compression, Storage, Topic
 from eventsql_orchestration.retry import while_busy
@@ -27,7 +28,11 @@ def change_storage(database: Database, name: str, storage: Storage, *, timeout: 
     schema = database.schema
 
     def attempt() -> bool:
-        with database.errors(), database.dedicated() as driver:
+        dedicated = database.dedicated
+        with database.errors(), dedicated() as driver, dedicated() as holder, holder.transaction():
+            # Retention adopts a plain table too. Of two adoptions at once, each would undo steps of the other.
+            _keep_retention_away(holder, schema, name)
+            let_last(holder)
             segments.adopt(driver, schema, name, "another form")
         with database.core() as connection:
             driver = driver_connection(connection)
@@ -79,10 +84,15 @@ def _take_log(connection: Connection, schema: str, name: str) -> tuple[Topic, bo
     has_roles = role_statements.act_as_owner(driver, schema)
     lock_registry(connection)
     wait_at_most(driver, WAIT_SECONDS)
-    if not try_retain(driver, schema, name):
-        raise DatabaseBusyError(f"retention of topic {name!r} is under way: try again when it has ended")
+    _keep_retention_away(driver, schema, name)
     if not try_change(driver, schema, name):
         raise DatabaseBusyError(f"an erasure of events of topic {name!r} is under way: try again when it has ended")
     topic = existing_topic(connection, name)
     lock_topic(connection, name)
     return topic, has_roles
+
+
+def _keep_retention_away(connection: DriverConnection, schema: str, name: str) -> None:
+    """Let no program retain a topic until the caller's transaction ends. Raises `DatabaseBusyError` if one does now."""
+    if not try_retain(connection, schema, name):
+        raise DatabaseBusyError(f"retention of topic {name!r} is under way: try again when it has ended")

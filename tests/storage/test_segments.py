@@ -12,9 +12,10 @@ from psycopg import sql
 
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection
-from eventsql_orchestration.errors import RegistryError
+from eventsql_orchestration.errors import DatabaseBusyError, RegistryError
 from eventsql_orchestration.publishing import log_room
 from eventsql_orchestration.storage import segments
+from eventsql_orchestration.storage.segment_drops import try_retain
 from eventsql_orchestration.storage.segments import Segment, ensure_ahead, segment_name
 from tests.forms import check_order, stored
 
@@ -216,6 +217,15 @@ def test_the_first_segment_of_a_plain_table_ends_at_the_largest_id(plain: EventS
     plain.publisher.publish(Publication("plain", b"last"))
     plain.transfer.run_once()
     assert plain.reader.end("plain") == largest - 99
+
+
+def test_a_change_of_the_form_adopts_no_table_while_retention_may_adopt_it(
+    plain: EventSQL, session: Connection, sessions: Sessions
+) -> None:
+    assert try_retain(sessions(), SCHEMA, "plain")
+    with pytest.raises(DatabaseBusyError):
+        plain.registry.set_storage("plain", "blocks", timeout=0)
+    assert segments.segments(session, SCHEMA, "plain") is None
 
 
 def test_roles_that_could_read_a_plain_table_can_read_the_log(
