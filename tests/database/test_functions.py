@@ -21,21 +21,21 @@ FILES = {
 REVISIONS = {path.name: path.read_text() for path in Path(migrations.__file__).parent.glob("versions/*.py")}
 
 NEWEST = {
-    "capture": ("0053", "e76de4198a0bf363"),
-    "capture_changes": ("0055", "cffde42c7450182a"),
-    "consuming": ("0063", "383d47923153c3ad"),
+    "capture": ("0063", "1e6743db3484707f"),
+    "capture_changes": ("0063", "5ce802cfff08e856"),
+    "consuming": ("0063", "bdf389b297ce5d3c"),
     "guards": ("0008", "ac9067bf381c0192"),
-    "layouts": ("0022", "49f1c7abf5c5720a"),
+    "layouts": ("0063", "d80ef76fba92bdcf"),
     "leftovers": ("0025", "cfa11eda1ea84138"),
-    "log": ("0059", "e7e29161f96f4fad"),
-    "publishing": ("0063", "8cc9ce118418627c"),
-    "queue": ("0060", "cf57255fcb21cb77"),
-    "queue_receiving": ("0063", "b01748d5e7ef4596"),
-    "queue_sending": ("0063", "4702bcb0b9651d43"),
-    "queue_settling": ("0059", "61306b99af005f1a"),
-    "reading": ("0063", "dae7a4e7a4941422"),
+    "log": ("0063", "1b3577746ee40d7d"),
+    "publishing": ("0063", "de8e35eb28fe48e9"),
+    "queue": ("0063", "7b098d53469a7a1b"),
+    "queue_receiving": ("0063", "3c6a75eddc5d2160"),
+    "queue_sending": ("0063", "3c231b0b6131d927"),
+    "queue_settling": ("0063", "087c12430f2d3017"),
+    "reading": ("0063", "7bfb14c734beb928"),
     "store": ("0023", "b23aa28548abfbba"),
-    "views": ("0021", "947ded5aa036b014"),
+    "views": ("0063", "f903c4f4a3468a78"),
 }
 """For each file of functions, the newest revision that installs it, and the digest of its statements."""
 

@@ -1,8 +1,9 @@
 -- Captured tables: the rows of a table as events of a topic.
 
--- An event's key has up to 64 KiB. An index takes a longer one if it compresses well. Its hash keeps the order of the
--- key's changes, where an error would fail a transaction that knows nothing of the capture. The function is inlined: it
--- has no search_path of its own, and its names are resolved once, here.
+-- The key of an event has at most 64 KiB. A row may have a longer key that compresses well in its index. The event then
+-- gets the hash of the key, so the changes of the key keep their order. An error would fail a transaction that knows
+-- nothing of the capture. The planner inlines the function, so the function has no search_path of its own: PostgreSQL
+-- resolves the names in it when it is made.
 CREATE OR REPLACE FUNCTION {schema}.capture_key(key text) RETURNS text
 LANGUAGE sql IMMUTABLE
 RETURN CASE
@@ -13,14 +14,14 @@ RETURN CASE
 END;
 REVOKE EXECUTE ON FUNCTION {schema}.capture_key(text) FROM PUBLIC;
 
--- Expressions on rows of a captured table, of which `o` is one before the change, `n` one after it, and `c` the row as
--- it stands. They run with the rights of the platform's owner, so a value of a type that is not the system's goes
--- through its output function alone, never through a cast that somebody has defined. Keys of such types are refused
--- when a capture is made. Keys without a fixed length go through `capture_key`. The texts of keys are compared only
--- where equal values of the type may have different texts.
+-- Expressions on rows of a captured table: `o` is a row before the change, `n` a row after the change, and `c` the row
+-- as it is now. The expressions run with the rights of the platform's owner. So a value whose type is not the system's
+-- becomes text by the output function of the type, and never by a cast that somebody has defined. A new capture refuses
+-- keys of these types. Keys without a fixed length pass through `capture_key`. The texts of keys are compared only if
+-- equal values of the type may have different texts.
 --
--- A capture that exists goes on while a NOT NULL constraint of its key is not valid, which PostgreSQL has since version
--- 18: only a new capture is refused.
+-- Since version 18, PostgreSQL has NOT NULL constraints that are not valid. If the key of a capture has one, the
+-- capture goes on, and a new capture is refused.
 CREATE OR REPLACE FUNCTION {schema}.capture_columns(
     captured {schema}.capture, of_table oid,
     OUT old_key text, OUT new_key text, OUT current_key text, OUT old_image text, OUT current_image text,
@@ -113,21 +114,21 @@ BEGIN
         old_is_current := format('%s AND (%s) COLLATE "C" = (%s) COLLATE "C"', old_is_current, current_key, old_key);
         old_is_new := format('%s AND (%s) COLLATE "C" = (%s) COLLATE "C"', old_is_new, old_key, new_key);
     END IF;
-    -- With a star: a column may have the name of the row.
+    -- With a star, because a column may have the same name as the row.
     old_image := '(SELECT row_to_json(i.*)::text FROM (SELECT ' || old_image || ') i)';
     current_image := '(SELECT row_to_json(i.*)::text FROM (SELECT ' || current_image || ') i)';
 END
 $$;
 REVOKE EXECUTE ON FUNCTION {schema}.capture_columns({schema}.capture, oid) FROM PUBLIC;
 
--- The partitions of a topic for a transaction that is about to write to the buffer, which no redefinition can change
--- afterwards until the transaction ends.
+-- The partitions of a topic, for a transaction that is about to write to the buffer. Nobody can change them until the
+-- transaction ends.
 CREATE OR REPLACE FUNCTION {schema}.capture_destination(captured {schema}.capture, OUT partitions smallint)
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
     LOCK TABLE {schema}.event_buffer IN ROW EXCLUSIVE MODE;
     IF current_setting('transaction_isolation') <> 'read committed' THEN
-        -- The snapshot may be older than the definition: then this fails, as a write to a changed row does.
+        -- The snapshot may be older than the definition. Then this call fails, as a write to a changed row does.
         PERFORM FROM {schema}.hold_topics(ARRAY[captured.eql_topic]);
     END IF;
     IF EXISTS (SELECT FROM {schema}.shard) THEN
@@ -135,7 +136,7 @@ BEGIN
             USING ERRCODE = 'object_not_in_prerequisite_state',
                   HINT = format('Run: eventsql capture drop %s %s', captured.eql_table, captured.eql_topic);
     END IF;
-    -- Under the lock: the capture may have gone with its topic, and another topic have come.
+    -- A look under the lock: the capture and its topic may be gone, and another topic may have the same name.
     SELECT t.eql_partitions INTO partitions
     FROM {schema}.topic t JOIN {schema}.capture c ON c.eql_topic = t.eql_name
     WHERE c.eql_id = captured.eql_id;
@@ -143,7 +144,7 @@ END
 $$;
 REVOKE EXECUTE ON FUNCTION {schema}.capture_destination({schema}.capture) FROM PUBLIC;
 
--- The last parts of Debezium's envelope.
+-- The last parts of Debezium's envelope, and the name of the table.
 CREATE OR REPLACE FUNCTION {schema}.capture_source(
     captured {schema}.capture, of_table oid, snapshot text, OUT tail text, OUT name text
 )
@@ -162,7 +163,7 @@ LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp AS $$
 $$;
 REVOKE EXECUTE ON FUNCTION {schema}.capture_source({schema}.capture, oid, text) FROM PUBLIC;
 
--- Without the row, the triggers on the table do nothing.
+-- Deletes the captures of a deleted topic. Without their rows, the triggers on the captured tables do nothing.
 CREATE OR REPLACE FUNCTION {schema}.forget_captures() RETURNS trigger
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 BEGIN

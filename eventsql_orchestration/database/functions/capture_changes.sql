@@ -1,24 +1,26 @@
 -- Captured tables: the changes of statements, and the pages of a snapshot.
 --
--- The text of a value must not depend on the settings of the session that changes the table: so the functions set them.
+-- The text of a value must not depend on the settings of the session that changes the table. So the functions have
+-- settings of their own.
 
--- Triggers of other names may change the same rows again within a statement, and their changes come first. So `after`
--- is the row as it stands, not as this statement left it: the last event of a key always tells its state.
+-- Other triggers may change the same rows again within a statement, and the events of these changes come first. So
+-- `after` is the row as it is now, and not as this statement left it: the last event of a key always has the state of
+-- its row.
 --
--- The table's owner must be able to become the platform's owner, because planning a query of a table runs functions
--- that its owner can choose, such as those of an index's expression. A writer of the table needs no right on the
--- platform.
+-- The table's owner must be able to become the platform's owner: to plan a query of a table, the server runs functions
+-- that the table's owner can choose, such as functions in an expression of an index. A writer of the table needs no
+-- right on the platform.
 --
--- The number of a transaction that this server has not reached yet is another server's. New keys are looked for before
--- their rows are read. The partitions of many rows are computed by an expression: a call of `partition_of_key` for each
--- takes twice as long. A row's image is a lateral subquery, which the planner makes part of the join; in the list of
--- columns, it would run once for each row. The sum for a partition has few terms. The end that all values share and the
--- metadata, a third of the bytes, are added after the sort. A row of the buffer that has a block has the partition -3.
--- Few changes for each partition stay rows.
+-- If this server has not reached the number of a transaction yet, the number is another server's. New keys are found
+-- before their rows are read. An expression computes the partitions of many rows: a call of `partition_of_key` for each
+-- row takes twice as long. The expression is a sum with few terms. The image of a row is a lateral subquery, which the
+-- planner makes a part of the join. In the list of columns, the subquery would run once for each row. All values have
+-- the same end. The end and the metadata, a third of the bytes, are added after the sort. The row of a block in the
+-- buffer has the partition -3. If there are few changes for each partition, they stay rows.
 --
--- The event of a truncation has the number of partitions: a row's last event may be in a partition that the topic does
--- not have any more, which gets no event of the truncation. The hint is a command that a shell takes, also for a name
--- with quotes; it has no backslash, which sessions read differently.
+-- The event of a truncation names the number of partitions: the last event of a row may be in a former partition of the
+-- topic, which gets no event of the truncation. The hint is a command for a shell, even for a name with quotes. It has
+-- no backslash, because sessions read backslashes differently.
 CREATE OR REPLACE FUNCTION {schema}.capture_changes() RETURNS trigger
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET timezone = 'UTC' SET datestyle = 'ISO, YMD'
 SET intervalstyle = 'postgres' SET bytea_output = 'hex' SET extra_float_digits = 1 SET lc_monetary = 'C'
@@ -38,13 +40,13 @@ DECLARE
 BEGIN
     SELECT * INTO captured FROM {schema}.capture c WHERE c.eql_id = TG_ARGV[0]::bigint;
     IF NOT FOUND THEN
-        -- A dropped capture. A transaction that began before the capture was made must begin anew.
+        -- The capture was dropped, or this transaction began before it was made: then the transaction must begin again.
         IF current_setting('transaction_isolation') <> 'read committed'
            AND NOT pg_visible_in_snapshot(TG_ARGV[1]::xid8, pg_current_snapshot()) THEN
             BEGIN
                 PERFORM pg_xact_status(TG_ARGV[1]::xid8);
             EXCEPTION WHEN invalid_parameter_value THEN
-                -- A number of another server's, from which this table was restored.
+                -- The number is of another server, from which this table was restored.
                 RETURN NULL;
             END;
             RAISE EXCEPTION 'could not serialize access: table % was captured after this transaction began',
@@ -114,7 +116,7 @@ BEGIN
     IF place >= 0 AND changes < 1000 THEN
         to_partition := format('{schema}.partition_of_key(key, %s)', place);
     ELSIF place >= 0 THEN
-        -- The same: the remainder of each byte's place, times the sum of the bytes with this remainder.
+        -- The same partition: for each remainder of a byte's place, the sum of its bytes times the remainder.
         WITH RECURSIVE bytes (number, weight) AS (
             SELECT 31, 1 % place
             UNION ALL
@@ -137,8 +139,8 @@ BEGIN
         SELECT t.eql_storage = 'blocks' INTO in_blocks FROM {schema}.topic t WHERE t.eql_name = captured.eql_topic;
     END IF;
     IF in_blocks THEN
-        -- As a publisher's: a block has less than a mebibyte besides its first change, and at most 10,000 changes. All
-        -- changes may be of one partition. A key has one change.
+        -- As a block of a publisher, a block has at most 10,000 changes, and less than a mebibyte besides its first
+        -- change. All changes may be of one partition. A key has one change.
         changed := format(
             'INSERT INTO {schema}.event_buffer (eql_topic, eql_partition, eql_value, eql_metadata, eql_events, '
             'eql_block_partition, eql_keys, eql_values, eql_event_metadata) '
@@ -163,8 +165,8 @@ BEGIN
     USING captured.eql_topic, source.tail, json_build_object('op', 'c', 'table', source.name),
           json_build_object('op', 'u', 'table', source.name), json_build_object('op', 'd', 'table', source.name);
     IF largest > 67108864 THEN
-        RAISE EXCEPTION 'a change of table % has % bytes, and an event of topic % takes 67108864', source.name, largest,
-            captured.eql_topic USING ERRCODE = 'program_limit_exceeded',
+        RAISE EXCEPTION 'a change of table % has % bytes, and an event of topic % has at most 67108864', source.name,
+            largest, captured.eql_topic USING ERRCODE = 'program_limit_exceeded',
             HINT = 'Capture the table again with the columns that are needed.';
     END IF;
     RETURN NULL;
@@ -172,9 +174,8 @@ END
 $$;
 REVOKE EXECUTE ON FUNCTION {schema}.capture_changes() FROM PUBLIC;
 
--- A row is read while it is locked, in the transaction that publishes it: its changes before have their places in the
--- buffer, and its later changes wait. Without waiting for a lock while it holds others, a page cannot deadlock a
--- writer.
+-- A row is locked and read in the transaction that publishes it: the events of its earlier changes are in the buffer,
+-- and its later changes wait. A page waits for no lock while it holds others, so it causes no deadlock with a writer.
 CREATE OR REPLACE FUNCTION {schema}.capture_page(of_capture bigint, most integer, waiting boolean) RETURNS integer
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET timezone = 'UTC' SET datestyle = 'ISO, YMD'
 SET intervalstyle = 'postgres' SET bytea_output = 'hex' SET extra_float_digits = 1 SET lc_monetary = 'C'
@@ -233,8 +234,8 @@ BEGIN
     USING captured.eql_snapshot_after, bound, captured.eql_topic, place::integer, source.tail,
           json_build_object('op', 'r', 'table', source.name);
     IF largest > 67108864 THEN
-        RAISE EXCEPTION 'a row of table % has % bytes as an event, and an event takes 67108864', source.name, largest
-            USING ERRCODE = 'program_limit_exceeded',
+        RAISE EXCEPTION 'a row of table % has % bytes as an event, and an event has at most 67108864', source.name,
+            largest USING ERRCODE = 'program_limit_exceeded',
                   HINT = 'Capture the table again with the columns that are needed.';
     END IF;
     UPDATE {schema}.capture SET eql_snapshot_after = bound, eql_snapshot_rows = eql_snapshot_rows + events

@@ -1,9 +1,9 @@
 -- Consuming in SQL: claims, and the events that failed.
 --
--- A plan that was made while a table was empty would read the whole table later. EXECUTE plans for its values each
--- time.
+-- A plan that was made while a table was empty would read the whole table later. EXECUTE makes a plan for the values of
+-- each call.
 
--- A program that changes the epoch or the offset of a partition locks its row.
+-- A program that changes the epoch or the offset of a partition locks the row of the partition.
 CREATE OR REPLACE FUNCTION {schema}.hold_claim(
     claim bigint, epoch bigint,
     OUT topic text, OUT consumer text, OUT partition smallint, OUT after bigint, OUT upto bigint, OUT events bigint,
@@ -31,12 +31,12 @@ BEGIN
     END IF;
     RAISE EXCEPTION 'claim % is not held any more', coalesce(claim::text, 'NULL')
         USING ERRCODE = 'no_data_found',
-              HINT = 'It was committed or released before, or its lease ended and another consumer took it. '
-                     'Roll the effects back and fetch again.';
+              HINT = 'The claim was committed or released before, or its lease ended and another consumer took the '
+                     'partition. Roll the effects back, and fetch again.';
 END
 $$;
 COMMENT ON FUNCTION {schema}.hold_claim(bigint, bigint) IS
-    'Lock the partition of a claim for this transaction, and check that the claim holds.';
+    'Lock the partition of a claim for this transaction, and check that the claim is still held.';
 
 CREATE OR REPLACE FUNCTION {schema}.end_claim(claim bigint, outcome text) RETURNS void
 LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
@@ -80,16 +80,16 @@ BEGIN
     held := {schema}.hold_claim(claim, epoch);
     reached := coalesce(upto, held.upto);
     IF reached <= held.after OR reached > held.upto THEN
-        RAISE EXCEPTION 'claim % has the offsets after % up to %, and not up to %',
+        RAISE EXCEPTION 'claim % has the offsets after % up to %, and cannot be committed up to %',
             claim, held.after, held.upto, reached
-            USING ERRCODE = 'invalid_parameter_value', HINT = 'Give the id of the last event that is done.';
+            USING ERRCODE = 'invalid_parameter_value', HINT = 'Pass the id of the last event that is done.';
     END IF;
     PERFORM {schema}.advance_consumer(held.topic, held.consumer, held.partition, held.after, reached);
     PERFORM {schema}.end_claim(claim, CASE WHEN reached = held.upto THEN 'committed' ELSE 'released' END);
 END
 $$;
 COMMENT ON FUNCTION {schema}.commit(bigint, bigint, bigint) IS
-    'Commit the offset of fetched events together with this transaction; with upto, give back the events after it.';
+    'Commit the offset of fetched events with this transaction. With upto, give the events after upto back.';
 
 CREATE OR REPLACE FUNCTION {schema}.release(claim bigint, epoch bigint) RETURNS void
 LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
@@ -99,7 +99,7 @@ BEGIN
     PERFORM {schema}.end_claim(claim, 'released');
 END
 $$;
-COMMENT ON FUNCTION {schema}.release(bigint, bigint) IS 'Give fetched events back, to be fetched anew.';
+COMMENT ON FUNCTION {schema}.release(bigint, bigint) IS 'Give fetched events back. The next fetch gets them again.';
 
 CREATE OR REPLACE FUNCTION {schema}.renew(claim bigint, epoch bigint, lease double precision DEFAULT 60) RETURNS void
 LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
@@ -108,7 +108,7 @@ DECLARE
     held record;
 BEGIN
     IF (lease > 0 AND lease <= 31536000) IS NOT TRUE THEN
-        RAISE EXCEPTION 'lease must be more than 0 seconds, up to 31536000' USING ERRCODE = 'invalid_parameter_value';
+        RAISE EXCEPTION 'lease must be more than 0 and at most 31536000 seconds' USING ERRCODE = 'invalid_parameter_value';
     END IF;
     held := {schema}.hold_claim(claim, epoch);
     UPDATE {schema}.consumer c SET eql_lease_expires_at = clock_timestamp() + make_interval(secs => lease)
@@ -116,7 +116,7 @@ BEGIN
 END
 $$;
 COMMENT ON FUNCTION {schema}.renew(bigint, bigint, double precision) IS
-    'Keep fetched events for so many seconds from now on.';
+    'Keep fetched events for this number of seconds from now on.';
 
 CREATE OR REPLACE FUNCTION {schema}.fetch(
     topic text, consumer text, max_events integer DEFAULT 100, lease double precision DEFAULT 60,
@@ -128,7 +128,7 @@ CREATE OR REPLACE FUNCTION {schema}.fetch(
 LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
 SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off ROWS 100 AS $$
 DECLARE
-    -- An hour after their end, claims of this prefix are deleted.
+    -- Claims whose owner has this prefix are deleted an hour after they ended.
     named text := 'process ' || coalesce(owner, nullif(current_setting('application_name'), '') || ' in SQL', 'in SQL');
     in_blocks boolean;
     partitioned boolean;
@@ -142,21 +142,22 @@ DECLARE
     waiting record;
 BEGIN
     IF (max_events >= 1 AND max_events <= 10000) IS NOT TRUE OR (lease > 0 AND lease <= 31536000) IS NOT TRUE THEN
-        RAISE EXCEPTION 'max_events must be 1 to 10000, and lease more than 0 seconds, up to 31536000'
+        RAISE EXCEPTION 'max_events must be 1 to 10000, and lease more than 0 and at most 31536000 seconds'
             USING ERRCODE = 'invalid_parameter_value';
     END IF;
     SELECT bool_or(c.eql_partition >= 0) INTO partitioned
     FROM {schema}.consumer c WHERE c.eql_topic = topic AND c.eql_name = consumer;
     IF partitioned IS NULL THEN
         RAISE EXCEPTION 'consumer % of topic % does not exist', quote_nullable(consumer), quote_nullable(topic)
-            USING ERRCODE = 'invalid_parameter_value', HINT = 'Create it with `eventsql consumer create`.';
+            USING ERRCODE = 'invalid_parameter_value', HINT = 'Create the consumer with `eventsql consumer create`.';
     END IF;
     in_blocks := EXISTS (
         SELECT FROM pg_class
         WHERE oid = to_regclass(format('%I.%I', {literal}, lower(topic COLLATE "C") || '_event')) AND relkind = 'v'
     );
 
-    -- Partitions with events after their offset, the longest waiting first: one step in an index for each.
+    -- The partitions with events after their offset. The one that was consumed longest ago comes first. Each partition
+    -- takes one step in an index.
     ready := format(
         'SELECT c.eql_partition FROM {schema}.consumer c CROSS JOIN LATERAL ('
         'SELECT %s AS before FROM {schema}.%I e '
@@ -197,8 +198,9 @@ BEGIN
                 EXIT WHEN waiting.events = 0;
                 IF EXISTS (SELECT FROM json_object_keys(own.eql_filter::json) AS condition
                            WHERE condition <> ALL (ARRAY['keys', 'key_prefix', 'metadata'])) THEN
-                    RAISE EXCEPTION 'the filter of consumer % is not understood by this version',
-                        quote_literal(consumer) USING ERRCODE = 'feature_not_supported';
+                    RAISE EXCEPTION 'the filter of consumer % has a condition that this version does not know',
+                        quote_literal(consumer) USING ERRCODE = 'feature_not_supported',
+                        HINT = 'Upgrade EventSQL Orchestration, and run `eventsql migrate`.';
                 END IF;
                 passing := look > 0;
                 IF passing THEN
@@ -244,7 +246,7 @@ BEGIN
                     END IF;
                     look := max_events;
                 END IF;
-                -- The filter takes none of these events: they are passed over, and more of them with the next look.
+                -- The filter takes none of these events, so the consumer passes them. The next look is at more events.
                 PERFORM {schema}.commit(claim, own.eql_epoch + 1);
                 look := least(look * 4, 10000);
                 looks := looks + 1;
@@ -252,7 +254,7 @@ BEGIN
             END LOOP;
         END LOOP;
 
-        -- Where all partitions have come to the end of a layout, the consumer enters the next one.
+        -- If all partitions have come to the end of a layout, the consumer enters the next layout.
         EXIT WHEN turn = 2 OR NOT EXISTS (
             SELECT FROM {schema}.consumer c
             WHERE c.eql_topic = topic AND c.eql_name = consumer AND c.eql_until IS NOT NULL
@@ -268,10 +270,10 @@ BEGIN
 END
 $$;
 COMMENT ON FUNCTION {schema}.fetch(text, text, integer, double precision, text) IS
-    'Fetch the next events of a consumer from one of its partitions. Commit at once: the claim holds for the lease.';
+    'Fetch the next events of a consumer from one of its partitions. Commit at once: the claim lasts for the lease.';
 
--- Refused in a transaction that is not READ COMMITTED: its snapshot may be older than the statement, and miss that the
--- event was erased.
+-- The function refuses a transaction that is not READ COMMITTED: its snapshot may be older than the statement, and show
+-- an event that was erased meanwhile.
 CREATE OR REPLACE FUNCTION {schema}.fail(
     claim bigint, epoch bigint, event bigint, message text, exception text DEFAULT 'Error'
 ) RETURNS text
@@ -290,15 +292,16 @@ BEGIN
     IF current_setting('transaction_isolation') NOT IN ('read committed', 'read uncommitted') THEN
         RAISE EXCEPTION 'a failure cannot be recorded in a transaction that is not READ COMMITTED'
             USING ERRCODE = 'object_not_in_prerequisite_state',
-                  HINT = 'It may not see that the event was erased. Take READ COMMITTED.';
+                  HINT = 'The transaction may not see that the event was erased. Use READ COMMITTED.';
     END IF;
     held := {schema}.hold_claim(claim, epoch);
-    -- An erasure that has erased the event by now would not look for a copy that comes later.
+    -- From here on, an erasure waits for the end of this transaction before it looks for copies. So the event that is
+    -- read below is erased already, or the erasure finds the copy.
     PERFORM pg_advisory_xact_lock_shared(hashtextextended({literal} || '.' || held.topic, 6074604));
     SELECT * INTO failed FROM {schema}.partition_events(held.topic, held.partition, event - 1, event);
     IF NOT FOUND OR event <= held.after OR event > held.upto THEN
         RAISE EXCEPTION 'claim % has no event %', claim, coalesce(event::text, 'NULL')
-            USING ERRCODE = 'invalid_parameter_value', HINT = 'Give the id of an event that was fetched by this claim.';
+            USING ERRCODE = 'invalid_parameter_value', HINT = 'Pass the id of an event that this claim fetched.';
     END IF;
 
     tries := CASE WHEN held.failed = event THEN held.attempts ELSE 0 END + 1;
@@ -315,7 +318,7 @@ BEGIN
                     WHEN failed.key IS NULL THEN floor(random() * t.eql_partitions)::smallint
                     ELSE {schema}.partition_of_key(failed.key, t.eql_partitions) END,
                failed.key, coalesce(failed.value, ''), (
-                   -- As text: the mark of an erased event stays the first.
+                   -- Written as text, so that the mark of an erased event stays first.
                    SELECT '{' || string_agg(to_json(n.name)::text || ':' || to_json(n.text)::text, ',' ORDER BY n.place)
                           || '}'
                    FROM (
@@ -359,4 +362,4 @@ BEGIN
 END
 $$;
 COMMENT ON FUNCTION {schema}.fail(bigint, bigint, bigint, text, text) IS
-    'Record that an event failed: retry, dead letter or blocked. Commits the events before, gives back those after.';
+    'Record that an event failed: retry, dead letter or blocked. Commits earlier events, and gives later ones back.';

@@ -1,6 +1,6 @@
--- The guard of a repartitioned log. `storage/legacy_writer_trigger.py` installs it where a topic needs it first.
+-- The guard of a repartitioned log. `storage/legacy_writer_trigger.py` installs it when a topic first needs it.
 
--- Gives an event a partition by the rule of publishers: by its key, or any.
+-- Gives an event a partition as publishers do: the partition of its key, or any partition for an event without a key.
 CREATE OR REPLACE FUNCTION {schema}.place_in_layout() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
     IF NEW.eql_key IS NULL THEN

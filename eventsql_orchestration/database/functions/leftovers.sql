@@ -1,7 +1,7 @@
 -- A deleted topic or consumer leaves nothing behind.
 
--- EventSQL's Java library deletes the rows of its own tables, and does not know the others. The events in the buffer stay
--- with the program that deletes the topic.
+-- EventSQL's Java library deletes the rows of its own tables, and does not know the other tables. The program that
+-- deletes the topic also deletes the topic's events in the buffer.
 CREATE OR REPLACE FUNCTION {schema}.forget_topic() RETURNS trigger
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
@@ -23,8 +23,8 @@ BEGIN
 END
 $$;
 
--- A consumer may lose some of its partitions; its claims go with the last one. Cursors and deliveries go with their
--- partition.
+-- A consumer may lose some of its partitions. Its claims are deleted with its last partition, and cursors and
+-- deliveries with their own partition.
 CREATE OR REPLACE FUNCTION {schema}.forget_consumer() RETURNS trigger
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
 DECLARE

@@ -1,7 +1,7 @@
 -- Segments of logs, the view of a log in blocks, and reading a range of a log.
 
--- A segment belongs to the owner of its log, so only the owner can make it. New segments belong to the table that new
--- events enter. Of a log in both forms, `{topic}_block` is a view. Both tables' segments share the ids.
+-- The owner of a log owns its segments, so only the owner can make them. The table that new events enter gets the new
+-- segments. If a log has both forms, `{topic}_block` is a view, and the segments of both tables share the ids.
 CREATE OR REPLACE FUNCTION {schema}.make_segments(of_topic text, events bigint, kept integer) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
@@ -44,7 +44,7 @@ BEGIN
     WHILE ahead < kept OR past <= newest LOOP
         first := past;
         past := greatest(past, newest);
-        -- No id comes after the last segment.
+        -- The last segment ends at the largest id.
         EXIT WHEN past = 9223372036854775807;
         past := past + least(events, 9223372036854775807 - past);
         IF first > newest THEN
@@ -53,25 +53,26 @@ BEGIN
         name := left(of_topic, 26) || '_' || left(encode(sha256(convert_to(of_topic, 'UTF8')), 'hex'), 8)
             || '_segment_' || first;
         segment := format('%I.%I', {literal}, name);
-        -- Of a topic of this name that was deleted. A table without this mark is somebody's to keep.
+        -- A segment of a topic of this name that was deleted. A table without the mark stays: an operator keeps it.
         IF obj_description(to_regclass(segment), 'pg_class') = 'eventsql: dropped by retention' THEN
             EXECUTE 'DROP TABLE ' || segment;
         END IF;
         EXECUTE format('CREATE TABLE %s (LIKE %s INCLUDING ALL)', segment, log);
-        -- The log gives the ids out; a segment that depended on its sequence would keep that from being deleted.
+        -- The log gives out the ids. If a segment depended on the log's sequence, the sequence could not be deleted.
         EXECUTE format('ALTER TABLE %s ALTER COLUMN eql_id DROP DEFAULT', segment);
         EXECUTE format('ALTER TABLE %s ATTACH PARTITION %s FOR VALUES FROM (%s) TO (%s)', log, segment, first, past);
     END LOOP;
 END
 $$;
 
--- Makes segments for a role that may not make tables.
+-- Makes segments for a role that cannot make tables.
 CREATE OR REPLACE FUNCTION {schema}.ensure_segments(of_topic text, events bigint, kept integer) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
     IF (events BETWEEN 1 AND 1000000000000 AND kept BETWEEN 0 AND 10) IS NOT TRUE THEN
-        RAISE EXCEPTION 'segments of % events, % ahead, are refused', events, kept
-            USING ERRCODE = 'invalid_parameter_value';
+        RAISE EXCEPTION 'a log cannot have segments of % events, with % of them ahead', events, kept
+            USING ERRCODE = 'invalid_parameter_value',
+                  HINT = 'A segment has 1 to 1000000000000 events, and at most 10 segments are ahead.';
     END IF;
     PERFORM FROM {schema}.topic t JOIN {schema}.event_buffer_lock l ON l.eql_topic = t.eql_name
     WHERE t.eql_name = of_topic FOR UPDATE OF l;
@@ -83,19 +84,19 @@ END
 $$;
 REVOKE EXECUTE ON FUNCTION {schema}.ensure_segments(text, bigint, integer) FROM PUBLIC;
 
--- For the view of a log in blocks: EventSQL's Java library and earlier versions of this package insert rows.
+-- The trigger of the view of a log in blocks: EventSQL's Java library and earlier versions of this package insert rows.
 CREATE OR REPLACE FUNCTION {schema}.refuse_rows() RETURNS trigger
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
     RAISE EXCEPTION 'the log % is in blocks and takes no rows', quote_ident(TG_TABLE_NAME)
         USING ERRCODE = 'feature_not_supported',
-              HINT = 'Only this version of EventSQL Orchestration or a later one writes to it. '
-                     'A topic that other programs share must be stored in rows.';
+              HINT = 'Only this version of EventSQL Orchestration, or a later one, writes to this log. '
+                     'Store a topic that other programs write to in rows.';
 END
 $$;
 
--- EXECUTE plans the range for its values each time: a plan that was made while the log was small would read all of it.
--- Logs of EventSQL's Java library have times without a zone, in UTC.
+-- EXECUTE makes a plan for the values of each call: a plan that was made while the log was small would read the whole
+-- log later. Logs of EventSQL's Java library have times without a zone, in UTC.
 CREATE OR REPLACE FUNCTION {schema}.events(
     of_topic text, after bigint DEFAULT 0, upto bigint DEFAULT 9223372036854775807
 )
@@ -110,16 +111,16 @@ BEGIN
             USING ERRCODE = 'invalid_parameter_value', HINT = 'The table {schema}.topic lists the topics.';
     END IF;
     IF after IS NULL OR upto IS NULL THEN
-        RAISE EXCEPTION 'the range of topic % has no offset where it %', quote_literal(of_topic),
-            CASE WHEN after IS NULL THEN 'begins' ELSE 'ends' END
+        RAISE EXCEPTION 'the argument % for topic % is NULL', CASE WHEN after IS NULL THEN 'after' ELSE 'upto' END,
+            quote_literal(of_topic)
             USING ERRCODE = 'null_value_not_allowed',
-                  HINT = 'Leave the argument out for the first event, or for the last.';
+                  HINT = 'Leave after out to begin with the first event, and upto to end with the last event.';
     END IF;
     IF EXISTS (
         SELECT FROM pg_class
         WHERE oid = to_regclass(format('%I.%I', {literal}, lower(of_topic COLLATE "C") || '_event')) AND relkind = 'v'
     ) THEN
-        -- The conditions on the blocks' own ids keep the blocks outside the range from being read.
+        -- The conditions on the blocks' own ids exclude the blocks outside of the range.
         RETURN QUERY EXECUTE format(
             'SELECT b.base + coalesce(e.place, e.number), b.eql_partition, e.key, e.value, '
             'coalesce(e.published, b.eql_buffered_at), coalesce(e.entered, b.eql_created_at), '

@@ -1,6 +1,6 @@
 -- Publishing in SQL, and the checks of the buffer.
 
--- A program that moves rows of the buffer without knowing of blocks fails with this, and takes nothing out.
+-- A program that moves rows of the buffer and does not know blocks fails here, and takes nothing out of the buffer.
 CREATE OR REPLACE FUNCTION {schema}.keep_published_block() RETURNS trigger LANGUAGE plpgsql AS $$
 DECLARE
     waiting boolean := OLD.eql_values IS NOT NULL;
@@ -20,7 +20,8 @@ BEGIN
 END
 $$;
 
--- Locking a row takes a right to change it, which a publisher must not have.
+-- A role can lock a row only with the right to change it, which a publisher must not have. So the function has its
+-- owner's rights.
 CREATE OR REPLACE FUNCTION {schema}.hold_topics(names text[])
 RETURNS TABLE (name text, partitions smallint, layout integer)
 LANGUAGE sql VOLATILE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
@@ -37,9 +38,9 @@ COMMENT ON FUNCTION {schema}.publish_anywhere() IS
     'Does nothing. A role that may execute this function may publish to every topic.';
 REVOKE EXECUTE ON FUNCTION {schema}.publish_anywhere() FROM PUBLIC;
 
--- Rights on the log stand for rights to publish: INSERT of an id alone can never succeed. A block in its row takes the
--- right that its events take. A row that stands for a staged block takes a stager's. The whole name of a log is quoted,
--- and not its part: the topic may be called `order`.
+-- A right on the log stands for the right to publish: INSERT of the id alone lets nobody insert an event. A row with a
+-- block needs the same right as the events of the block. A row that stands for a staged block needs the rights of a
+-- stager. The whole name of the log is quoted, and not a part of it: the topic may be called `order`.
 CREATE OR REPLACE FUNCTION {schema}.check_publication() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
     IF NEW.eql_partition OPERATOR(pg_catalog.<) -1 THEN
@@ -52,7 +53,7 @@ BEGIN
             RETURN NULL;
         END IF;
     END IF;
-    -- Whoever may publish to every topic does not come here.
+    -- A role that may publish to every topic does not come here.
     IF pg_catalog.has_column_privilege(
         pg_catalog.to_regclass(pg_catalog.format(
             '%I.%I', TG_TABLE_SCHEMA,
@@ -65,9 +66,9 @@ BEGIN
 END
 $$;
 
--- The function has its caller's rights, as an INSERT into the buffer by hand would have. The INSERT chooses the
--- partitions by the definition that it sees, and it locks the buffer before it looks: a redefinition waits for it, or
--- comes before it. The rules are those of `model.Publication`.
+-- The function has its caller's rights, as an INSERT into the buffer by hand has. The INSERT locks the buffer, and then
+-- chooses the partitions by the definition of the topic: a change of the definition comes before the INSERT, or waits
+-- for this transaction. The rules for events are the rules of `model.Publication`.
 CREATE OR REPLACE FUNCTION {schema}.publish_all(
     topic text, keys text[], "values" bytea[], metadata json[] DEFAULT NULL
 ) RETURNS bigint
@@ -83,7 +84,7 @@ BEGIN
     IF "values" IS NULL OR keys IS NOT NULL AND cardinality(keys) <> number
        OR metadata IS NOT NULL AND cardinality(metadata) <> number THEN
         RAISE EXCEPTION 'keys, values and metadata must have the same number of elements'
-            USING ERRCODE = 'invalid_parameter_value', HINT = 'For events without keys or metadata, give NULL.';
+            USING ERRCODE = 'invalid_parameter_value', HINT = 'For events without keys or metadata, pass NULL.';
     END IF;
     SELECT min(each.position) INTO wrong
     FROM unnest(keys, "values", metadata) WITH ORDINALITY AS each (key, value, metadata, position)
@@ -98,8 +99,8 @@ BEGIN
     IF wrong IS NOT NULL THEN
         RAISE EXCEPTION 'event % of topic % cannot be stored', wrong, quote_nullable(topic)
             USING ERRCODE = 'invalid_parameter_value',
-                  HINT = 'A value has up to 67108864 bytes and is not NULL, a key up to 65536 bytes, and metadata is a '
-                         'JSON object of strings, each name once, up to 16777216 bytes.';
+                  HINT = 'A value is not NULL and has at most 67108864 bytes, a key has at most 65536 bytes, and '
+                         'metadata are a JSON object of strings, each name once, with at most 16777216 bytes.';
     END IF;
 
     INSERT INTO {schema}.event_buffer (eql_topic, eql_partition, eql_key, eql_value, eql_metadata)
@@ -119,7 +120,7 @@ BEGIN
             USING ERRCODE = 'invalid_parameter_value', HINT = 'The table {schema}.topic lists the topics.';
     END IF;
     IF current_setting('transaction_isolation') <> 'read committed' THEN
-        -- The snapshot may be older than the definition: then this fails, as a write to a changed row does.
+        -- The snapshot may be older than the definition. Then this call fails, as a write to a changed row does.
         PERFORM FROM {schema}.hold_topics(ARRAY[topic]);
     END IF;
 
@@ -136,7 +137,7 @@ BEGIN
         IF elsewhere IS NOT NULL OR NOT active THEN
             RAISE EXCEPTION 'shard % takes no event of key %', own, quote_nullable(elsewhere)
                 USING ERRCODE = 'object_not_in_prerequisite_state',
-                      HINT = 'Publish it on the shard of its key, or finish the addition of this shard.';
+                      HINT = 'Publish the event on the shard of its key, or finish the addition of this shard.';
         END IF;
     END IF;
     RETURN number;

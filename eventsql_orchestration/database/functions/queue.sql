@@ -10,15 +10,15 @@ BEGIN
     IF NOT FOUND THEN
         RAISE EXCEPTION 'queue % does not exist', quote_nullable(queue)
             USING ERRCODE = 'invalid_parameter_value',
-                  HINT = 'Create it with `eventsql queue create`, or by the first use in Python.';
+                  HINT = 'Create the queue with `eventsql queue create`, or by its first use in Python.';
     END IF;
 END
 $$;
 COMMENT ON FUNCTION {schema}.queue_number(text) IS 'A queue''s number and options, for the functions of queues.';
 
--- The history of a message with one more entry. It keeps the last 20. A message that nobody holds has no receipt: with it
--- as the receive, the history stays as it is. The body is parsed here, so no session's settings change it, and the planner
--- inlines it.
+-- The history of a message with one more entry, at most the last 20 entries. A message that nobody holds has no
+-- receipt: with NULL for `receive`, the history stays as it is. PostgreSQL parses the body when the function is made,
+-- so no session's settings change it, and the planner inlines it.
 CREATE OR REPLACE FUNCTION {schema}.note_of_message(
     history jsonb, receive integer, at timestamptz, reason text DEFAULT 'the visibility timeout ended'
 ) RETURNS jsonb LANGUAGE sql STABLE
@@ -30,13 +30,13 @@ RETURN CASE
         )
 END;
 
--- The error for messages that their receiver does not hold any more.
+-- The error for messages that the receiver does not hold any more.
 CREATE OR REPLACE FUNCTION {schema}.refuse_messages(queue text, ids bigint[]) RETURNS void
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
     RAISE EXCEPTION 'queue % has no message % with this receipt', quote_nullable(queue), array_to_string(ids, ', ')
         USING ERRCODE = 'no_data_found',
-              HINT = 'It was acknowledged or released before, or the visibility timeout ended and another receiver '
-                     'took it. Roll the effects back.';
+              HINT = 'The message was acknowledged or released before, or its visibility timeout ended and another '
+                     'receiver took it. Roll the effects back.';
 END
 $$;

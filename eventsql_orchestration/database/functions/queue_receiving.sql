@@ -1,11 +1,11 @@
 -- Receiving messages of queues. The functions have their caller's rights, as the library's statements have.
 --
--- A plan that was made while a table was empty would read the whole table later. These functions plan once in a
--- session, and never a plan that reads a table without its index.
+-- A plan that was made while a table was empty would read the whole table later. These functions make a plan once in a
+-- session, and never a plan that reads a table without an index.
 
--- A message whose receives are spent goes to the dead letters instead of to a receiver. A key of a queue without order
--- may be too long for the index of keys that an ordered queue needs: then its dead letter has no order. The index takes
--- a key as it is stored, compressed if that makes it shorter. `redrive` has the same rule.
+-- A message whose receives are spent goes to the dead letters, and to no receiver. A key of a queue without order may
+-- be too long for the index of keys that an ordered queue needs: then the dead letter has no order. The index takes a
+-- key as it is stored, compressed if that makes it shorter. `redrive` has the same rule.
 CREATE OR REPLACE FUNCTION {schema}.bury_messages(of_queue integer, to_queue integer, spent bigint[]) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
 SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off AS $$
@@ -25,7 +25,7 @@ BEGIN
 END
 $$;
 
--- The orders and bounds of the key say which index is read.
+-- ORDER BY and the bounds of the key decide which index is read.
 CREATE OR REPLACE FUNCTION {schema}.promote_keys(of_queue integer, keys text[]) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
 SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off AS $$
@@ -45,13 +45,14 @@ END
 $$;
 
 -- While an old snapshot is open, no vacuum removes the rows of acknowledged messages, and each receive would read all
--- of them again. So a receive tells at which time it found its first message visible (`onwards`), and the next one may
--- begin there (`since`). That time is 0.1 s ago or more, because senders commit after their messages become visible. A
--- receiver leaves `since` out from time to time, and so finds every message. `since` is of priority 0 alone.
+-- these rows again. So a receive tells since when its first message has been visible (`onwards`), and the next receive
+-- may begin at that time (`since`). The time is at least 0.1 s ago, because senders commit after their messages become
+-- visible. From time to time, a receiver leaves `since` out, and so it finds every message. `since` counts for priority
+-- 0 alone.
 --
 -- The function reads the options of the queue only if one of the messages was received before. The rows are locked, so
--- their places (ctid) stay until the update. The update gives them in the order of their places; the receiver sorts
--- them.
+-- their places (ctid) stay until the update. The update gives the messages in the order of their places, and the
+-- receiver sorts them.
 CREATE OR REPLACE FUNCTION {schema}.take_messages(
     of_queue integer, most integer, seconds double precision, since timestamptz DEFAULT NULL
 ) RETURNS TABLE (
@@ -74,7 +75,7 @@ DECLARE
     taken integer := 0;
 BEGIN
     LOOP
-        -- now() would be the begin of the transaction, which may be long ago.
+        -- now() is the beginning of the transaction, which may be long ago.
         moment := clock_timestamp();
         SELECT array_agg(found.place), bool_or(found.eql_receives > 0),
                min(found.eql_visible_at) FILTER (WHERE found.level = 0)
@@ -130,11 +131,11 @@ BEGIN
 END
 $$;
 
--- Only the first message of a key is given out, and only while no other one of the key is held. A sender's message may
--- be visible: the receiver that finds it decides under a lock of the key, which it only tries and keeps for its own
--- short transaction. It locks messages, and gives out at once the new ones among them that are the first of their keys.
--- `take_others_in_order` decides on the others. `since` and `onwards` are those of `take_messages`. A sender's lock
--- does not keep a receiver away.
+-- Only the first message of a key is given out, and only while no other message of the key is held. A new message may
+-- be visible behind others: the receiver that finds it decides under a lock of the key. The receiver never waits for
+-- this lock, and keeps it for its own short transaction. It locks messages, and gives out at once the new messages
+-- that are the first of their keys. `take_others_in_order` decides on the other messages. `since` and `onwards` are as
+-- for `take_messages`. The lock of a sender does not keep a receiver away.
 CREATE OR REPLACE FUNCTION {schema}.take_in_order(
     of_queue integer, most integer, seconds double precision, since timestamptz DEFAULT NULL
 ) RETURNS TABLE (
@@ -159,7 +160,7 @@ BEGIN
     WHILE taken < most AND turns < 50 LOOP
         turns := turns + 1;
         moment := clock_timestamp();
-        -- Far behind a long key, further each time.
+        -- Other keys may be far behind the messages of a long key: each turn looks further.
         look := CASE WHEN turns = 1 THEN most ELSE greatest(most - taken, 100 * turns) END;
         SELECT array_agg(found.place), min(found.eql_visible_at) FILTER (WHERE found.level = 0)
         INTO ready, found_first
@@ -193,8 +194,8 @@ BEGIN
         given := 0;
         IF look <= most - taken THEN
             until := clock_timestamp() + make_interval(secs => seconds);
-            -- Under the locks of their keys, in a new snapshot. A new message is first if it is the first entry of its
-            -- key: received ones would be before it, then earlier ones.
+            -- The keys are locked, and this statement has a new snapshot. A new message is the first of its key if it
+            -- is the first entry of the key: received messages would come before it, and then earlier messages.
             RETURN QUERY
             UPDATE {schema}.queue_message m
             SET eql_visible_at = until,
@@ -212,7 +213,7 @@ BEGIN
             taken := taken + given;
         END IF;
         IF given < cardinality(ready) THEN
-            -- Messages that were given have other places by now.
+            -- The messages that were given out have other places by now.
             RETURN QUERY SELECT * FROM {schema}.take_others_in_order(of_queue, most - taken, seconds, ready, proceed);
             GET DIAGNOSTICS given = ROW_COUNT;
             taken := taken + given;
@@ -223,12 +224,12 @@ BEGIN
 END
 $$;
 
--- The second half of `take_in_order`: messages that were received before, and those behind others of their keys. The
--- first receive of a connection reads the whole of its function, so these are in a function of their own.
+-- The second half of `take_in_order`: messages that were received before, and messages behind others of their keys. It
+-- is a function of its own, because the first receive of a connection reads the whole text of its function.
 --
--- A message that cannot go yet is parked at 'infinity' if another one of its key, which this transaction has locked,
--- stays in sight; the acknowledgement of that one promotes the first parked message. If that other one cannot be
--- locked, the message comes back into sight a second later.
+-- A message that has to wait is parked at 'infinity' if another message of its key stays in sight and this transaction
+-- has locked it. The acknowledgement of that other message promotes the first parked message. If the other message
+-- cannot be locked, the message comes back into sight a second later.
 CREATE OR REPLACE FUNCTION {schema}.take_others_in_order(
     of_queue integer, most integer, seconds double precision, others tid[], proceed bytea
 ) RETURNS TABLE (
@@ -250,9 +251,10 @@ DECLARE
 BEGIN
     SELECT q.eql_max_receives, q.eql_dead_letters INTO allowed, dead FROM {schema}.queue q WHERE q.eql_id = of_queue;
 
-    -- Each message that has to wait has a witness: another one that is held, an earlier one in sight, or, for one that
-    -- was received before, an earlier one that is parked. At most one message of a key has none. No aggregate has DISTINCT:
-    -- from PostgreSQL 16 on, it would sort the messages of all aggregates by itself.
+    -- A message that has to wait has a witness: another message that is held, or an earlier message in sight. For a
+    -- message that was received before, an earlier message that is parked is a witness, too. At most one message of a
+    -- key has no witness. No aggregate has DISTINCT: from PostgreSQL 16 on, the server would sort the messages of all
+    -- aggregates for it.
     SELECT array_agg(c.place) FILTER (WHERE c.witness IS NULL AND (c.received >= allowed) IS NOT TRUE),
            array_agg(c.eql_id) FILTER (WHERE c.witness IS NULL AND c.received >= allowed),
            array_agg(c.eql_key) FILTER (WHERE c.witness IS NULL AND c.received >= allowed AND c.eql_in_order),
@@ -287,7 +289,7 @@ BEGIN
         WHERE m.ctid = ANY (others)
         ORDER BY m.eql_priority DESC, m.eql_visible_at, m.eql_id
     ) c;
-    -- New ones and those that come again take turns as they were found.
+    -- New messages and messages that come again keep the order in which they were found.
     ready := ready[:most];
 
     IF spent IS NOT NULL THEN
@@ -328,7 +330,7 @@ END
 $$;
 
 -- An ordered queue refuses a transaction that is not READ COMMITTED: its snapshot may be older than the statement, and
--- miss that another message of the key is received.
+-- not show that another message of the key was received.
 CREATE OR REPLACE FUNCTION {schema}.queue_receive(
     queue text, max_messages integer DEFAULT 1, visibility_timeout double precision DEFAULT NULL
 ) RETURNS TABLE (
@@ -343,14 +345,15 @@ BEGIN
     known := {schema}.queue_number(queue);
     seconds := coalesce(visibility_timeout, known.timeout);
     IF NOT (seconds > 0 AND seconds <= 31536000) OR (max_messages >= 1 AND max_messages <= 10000) IS NOT TRUE THEN
-        RAISE EXCEPTION 'max_messages must be 1 to 10000, and visibility_timeout up to 31536000 seconds'
+        RAISE EXCEPTION 'max_messages must be 1 to 10000, and visibility_timeout more than 0 and at most 31536000 seconds'
             USING ERRCODE = 'invalid_parameter_value';
     END IF;
     IF known.in_order THEN
         IF current_setting('transaction_isolation') NOT IN ('read committed', 'read uncommitted') THEN
             RAISE EXCEPTION 'queue % is ordered, and this transaction is not READ COMMITTED', quote_nullable(queue)
                 USING ERRCODE = 'object_not_in_prerequisite_state',
-                      HINT = 'It may miss an earlier message of a key, that is received by now. Take READ COMMITTED.';
+                      HINT = 'The transaction may not see that an earlier message of a key was received. '
+                             'Use READ COMMITTED.';
         END IF;
         RETURN QUERY
         SELECT t.id, t.body, t.key, t.metadata::json, t.receives, t.receipt, t.priority, t.sent_at, t.history
@@ -365,4 +368,4 @@ BEGIN
 END
 $$;
 COMMENT ON FUNCTION {schema}.queue_receive(text, integer, double precision) IS
-    'Receive visible messages of a queue. Commit at once: they are this receiver''s for the visibility timeout.';
+    'Receive visible messages of a queue. Commit at once: this receiver holds them for the visibility timeout.';

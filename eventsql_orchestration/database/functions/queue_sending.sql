@@ -1,10 +1,10 @@
 -- Sending messages to queues.
 --
--- A plan that was made while a table was empty would read the whole table later. These functions plan once in a
--- session, and never a plan that reads a table without its index.
+-- A plan that was made while a table was empty would read the whole table later. These functions make a plan once in a
+-- session, and never a plan that reads a table without an index.
 
--- For each key, whether a message was locked. The orders say which index is read: a plan made on an empty table might read
--- another one.
+-- For each key, whether a message was locked. ORDER BY decides which index is read: a plan that was made on an empty
+-- table might read another index.
 CREATE OR REPLACE FUNCTION {schema}.lock_last_of_keys(of_queue integer, keys text[]) RETURNS boolean[]
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
 SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off AS $$
@@ -36,14 +36,14 @@ END
 $$;
 REVOKE EXECUTE ON FUNCTION {schema}.lock_last_of_keys(integer, text[]) FROM PUBLIC;
 
--- A message that comes behind another one of its key waits out of sight from the start, parked behind a message that is
--- locked: until this transaction ends, the locked one cannot be acknowledged, and then its acknowledgement sees the
--- parked one. So only a transaction that ends at once (`alone`) locks, and it never waits for a lock: without one, the
--- message is visible, and receivers decide.
+-- A message behind another message of its key is parked from the start: it waits out of sight, behind a message that
+-- this transaction has locked. Until this transaction ends, nobody can acknowledge the locked message. Its
+-- acknowledgement then sees the parked message. So only a transaction that ends at once (`alone`) takes a lock, and
+-- never waits for it. Without a lock, the message is visible, and receivers decide.
 --
--- The function has its owner's rights, and a sender has none on the tables. A sender that could lock messages, choose ids,
--- park messages or write deduplication ids could hold other senders' messages up or lose them. The rules are those of
--- `queue.NewMessage`: receivers rely on them.
+-- The function has its owner's rights, and a sender has no rights on the tables. A sender that could lock messages,
+-- park them, choose ids or write deduplication ids could delay or lose the messages of other senders. The rules for
+-- messages are the rules of `queue.NewMessage`, and receivers rely on them.
 CREATE OR REPLACE FUNCTION {schema}.put_messages(
     of_queue integer, bodies bytea[], keys text[] DEFAULT NULL, metadata text[] DEFAULT NULL,
     priorities integer[] DEFAULT NULL, dues timestamptz[] DEFAULT NULL, delays double precision[] DEFAULT NULL,
@@ -89,19 +89,19 @@ BEGIN
     IF place IS NOT NULL THEN
         RAISE EXCEPTION 'message % for queue % cannot be stored', place, quote_literal(name)
             USING ERRCODE = 'invalid_parameter_value',
-                  HINT = 'A body has up to 67108864 bytes and is not NULL, a key up to 65536 bytes, a deduplication id '
-                         'up to 1024 bytes; a due time is in the years 1 to 9999, a delay is 0 to 31536000 seconds; a '
-                         'priority is 0 to 9; metadata is a JSON object of strings, each name once, up to 16777216 '
-                         'bytes.';
+                  HINT = 'A body is not NULL and has at most 67108864 bytes, a key has at most 65536 bytes, and a '
+                         'deduplication id at most 1024 bytes. A due time is in the years 1 to 9999, a delay is 0 to '
+                         '31536000 seconds, and a priority is 0 to 9. Metadata are a JSON object of strings, each name '
+                         'once, with at most 16777216 bytes.';
     END IF;
 
     IF in_order OR deduplication_ids IS NOT NULL THEN
         ids := ARRAY(SELECT nextval('{schema}.queue_message_eql_id_seq') FROM generate_series(1, cardinality(bodies)));
     END IF;
     IF deduplication_ids IS NOT NULL THEN
-        -- In full: an array that grows by an assignment begins at that place.
+        -- With all places: an array that grows by an assignment begins at the place of the assignment.
         repeated := array_fill(false, ARRAY[cardinality(bodies)]);
-        -- In the order of the ids: of two such calls, neither then waits for the other in turn.
+        -- In the order of the ids, so that two calls never wait for each other.
         FOR place IN
             SELECT given.place FROM unnest(deduplication_ids) WITH ORDINALITY AS given (id, place)
             WHERE given.id IS NOT NULL ORDER BY given.id, given.place
@@ -119,7 +119,7 @@ BEGIN
             END IF;
         END LOOP;
         IF alone THEN
-            -- In a transaction that goes on, the next sender of a deleted id would wait for the transaction's end.
+            -- In a transaction that goes on, the next sender of a deleted id would wait until the transaction ends.
             DELETE FROM {schema}.queue_deduplication d WHERE d.ctid = ANY (ARRAY(
                 SELECT e.ctid FROM {schema}.queue_deduplication e
                 WHERE e.eql_queue = of_queue AND e.eql_expires_at < now()
@@ -130,7 +130,7 @@ BEGIN
 
     IF ids IS NOT NULL THEN
         IF in_order AND alone AND current_setting('transaction_isolation') = 'read committed' THEN
-            -- The first message of a key may be a repeated one, which is not sent: then the next one asks for its key.
+            -- The first message of a key may be repeated, and is not sent. Then the next message asks for the key.
             behind := {schema}.lock_last_of_keys(of_queue, CASE WHEN repeated IS NULL THEN keys ELSE ARRAY(
                 SELECT CASE WHEN NOT given.repeated THEN given.key END
                 FROM unnest(keys, repeated) AS given (key, repeated)
@@ -187,7 +187,7 @@ BEGIN
        OR cardinality(bodies) <> ANY (ARRAY[cardinality(keys), cardinality(metadata), cardinality(delays),
                                             cardinality(priorities), cardinality(deduplication_ids)]) THEN
         RAISE EXCEPTION 'bodies and the other arrays must have the same number of elements, up to 10000'
-            USING ERRCODE = 'invalid_parameter_value', HINT = 'For messages without keys, delays and so on, give NULL.';
+            USING ERRCODE = 'invalid_parameter_value', HINT = 'For messages without keys, delays and so on, pass NULL.';
     END IF;
 
     SELECT s.eql_name, s.eql_active INTO own, active FROM {schema}.shard s;
@@ -207,18 +207,19 @@ BEGIN
             RAISE EXCEPTION 'shard % takes no message of key % for queue %',
                 own, quote_nullable(elsewhere), quote_nullable(queue)
                 USING ERRCODE = 'object_not_in_prerequisite_state',
-                      HINT = 'Send it on the shard of its key, or finish the addition of this shard.';
+                      HINT = 'Send the message on the shard of its key, or finish the addition of this shard.';
         END IF;
     END IF;
     IF cardinality(bodies) = 0 THEN
         RETURN '{}';
     END IF;
     IF deduplication_ids IS NOT NULL THEN
-        -- Its elements are found by their places from 1 on.
+        -- `put_messages` finds the elements by their places, which begin at 1.
         deduplication_ids := ARRAY(SELECT unnest(deduplication_ids));
     END IF;
     IF known.in_order AND EXISTS (SELECT FROM unnest(keys) AS key WHERE octet_length(key) > 2600) THEN
-        -- The index takes a longer key if PostgreSQL can compress it. Only such calls pay for catching its error.
+        -- The index takes a longer key if PostgreSQL can compress it. Only a call with a long key pays for catching the
+        -- error of the index.
         BEGIN
             ids := {schema}.put_messages(
                 known.number, bodies, keys, metadata::text[], priorities, NULL, delays, deduplication_ids
@@ -253,7 +254,7 @@ LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
     ids bigint[];
 BEGIN
-    -- Without deduplication ids, a queue without order takes the shorter way.
+    -- Without deduplication ids, a queue without order takes a shorter way.
     ids := {schema}.queue_send_all(
         queue, ARRAY[body], ARRAY[key], ARRAY[metadata], ARRAY[coalesce(delay, 0)], ARRAY[coalesce(priority, 0)],
         CASE WHEN deduplication_id IS NOT NULL THEN ARRAY[deduplication_id] END

@@ -1,9 +1,9 @@
 -- Acknowledging, releasing and extending messages of queues, and the archive.
 --
--- A plan that was made while a table was empty would read the whole table later. These functions plan once in a
--- session, and never a plan that reads a table without its index.
+-- A plan that was made while a table was empty would read the whole table later. These functions make a plan once in a
+-- session, and never a plan that reads a table without an index.
 
--- One partition for each day on which archived messages expire, made a day ahead.
+-- The archive has a partition for each day on which archived messages expire. The partition is made a day ahead.
 CREATE OR REPLACE FUNCTION {schema}.make_queue_archive(expires timestamptz) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET timezone = 'UTC' AS $$
 DECLARE
@@ -11,21 +11,21 @@ DECLARE
     wanted timestamptz;
     name text;
 BEGIN
-    -- A retention is a year at most.
     IF (expires >= now() - interval '1 year 1 day' AND expires <= now() + interval '1 year 1 day') IS NOT TRUE THEN
-        RAISE EXCEPTION 'an archive of messages that expire at % is refused', expires
-            USING ERRCODE = 'invalid_parameter_value';
+        RAISE EXCEPTION 'messages that expire at % cannot be archived', expires
+            USING ERRCODE = 'invalid_parameter_value', HINT = 'A retention is a year at most.';
     END IF;
     FOR wanted IN SELECT first + make_interval(days => ahead) FROM generate_series(0, 1) AS ahead LOOP
         name := 'queue_archive_' || to_char(wanted, 'YYYYMMDD');
         CONTINUE WHEN to_regclass(format('%I.%I', {literal}, name)) IS NOT NULL;
         IF NOT pg_try_advisory_xact_lock(7310036) THEN
-            -- Somebody else is making it; only the day at hand is waited for.
+            -- Another transaction makes partitions now. This one waits only for the first day.
             CONTINUE WHEN wanted > first;
             PERFORM pg_advisory_xact_lock(7310036);
         END IF;
-        -- Another transaction may have made it meanwhile. A session hears of new tables when it locks a table, and not
-        -- when it takes an advisory lock. Attaching takes the same lock, which nobody waits for who reads or writes.
+        -- Another transaction may have made the partition meanwhile. A session learns of new tables when it locks a
+        -- table, and not when it takes an advisory lock. ATTACH takes the same lock, and no reader or writer waits for
+        -- it.
         LOCK TABLE {schema}.queue_archive IN SHARE UPDATE EXCLUSIVE MODE;
         CONTINUE WHEN to_regclass(format('%I.%I', {literal}, name)) IS NOT NULL;
         EXECUTE format('CREATE TABLE %1$I.%2$I (LIKE %1$I.queue_archive INCLUDING DEFAULTS INCLUDING INDEXES)',
@@ -37,11 +37,11 @@ END
 $$;
 REVOKE EXECUTE ON FUNCTION {schema}.make_queue_archive(timestamptz) FROM PUBLIC;
 
--- An ANALYZE of a table with dead rows alone says that it is empty. A plan that was made then joined the messages by
--- their queue's index, and read the whole queue for each message. Without a join and without the queue's index (+ 0),
--- the primary key is left. `width_bucket` finds the place of an id among the sorted ones. Mostly all messages have the
--- same receipt, the first: then the ids need no order. The function looks for the messages that wait behind these by
--- itself: the server would plan `promote_keys` with its update, which few acknowledgements need.
+-- After an ANALYZE, a table that has only dead rows counts as empty. A plan from that time joined the messages by the
+-- index of their queue, and read the whole queue for each message. Without a join and without this index (+ 0), the
+-- primary key is left. `width_bucket` finds the place of an id among the sorted ids. Mostly, all messages have the
+-- same receipt: then the ids need no order. The function looks for the messages that wait behind the acknowledged ones
+-- itself: for a call of `promote_keys`, the server would plan an update that few acknowledgements need.
 CREATE OR REPLACE FUNCTION {schema}.acknowledge_messages(
     of_queue integer, ids bigint[], receipts integer[]
 ) RETURNS bigint[]
@@ -60,7 +60,7 @@ BEGIN
     SELECT q.eql_ordered, q.eql_retention_seconds INTO ordered, retention
     FROM {schema}.queue q WHERE q.eql_id = of_queue;
     IF ordered AND current_setting('transaction_isolation') NOT IN ('read committed', 'read uncommitted') THEN
-        -- Its snapshot would miss the messages that wait behind these.
+        -- The snapshot of the transaction may not show the messages that wait behind these.
         RETURN NULL;
     END IF;
     IF retention IS NOT NULL THEN
@@ -106,7 +106,7 @@ BEGIN
         RETURN ids;
     END IF;
     IF ordered THEN
-        -- In a new snapshot: it sees what receivers have parked behind these messages.
+        -- This statement has a new snapshot, with the messages that receivers have parked behind these.
         SELECT array_agg(first.eql_id) INTO next
         FROM unnest(keys) AS of_key
         CROSS JOIN LATERAL (
@@ -135,7 +135,7 @@ BEGIN
     IF ids IS NULL OR cardinality(ids) IS DISTINCT FROM cardinality(receipts)
        OR cardinality(ids) <> (SELECT count(DISTINCT given) FROM unnest(ids) AS given)
        OR array_position(receipts, NULL) IS NOT NULL THEN
-        RAISE EXCEPTION 'ids and receipts must have one element for each message, each message once'
+        RAISE EXCEPTION 'ids and receipts must have one element for each message, and each message must come once'
             USING ERRCODE = 'invalid_parameter_value';
     END IF;
     IF cardinality(ids) = 0 THEN
@@ -145,7 +145,7 @@ BEGIN
     IF missing IS NULL THEN
         RAISE EXCEPTION 'queue % is ordered, and this transaction is not READ COMMITTED', quote_nullable(queue)
             USING ERRCODE = 'object_not_in_prerequisite_state',
-                  HINT = 'It may miss the message that comes next. Take READ COMMITTED.';
+                  HINT = 'The transaction may not see the message that comes next. Use READ COMMITTED.';
     END IF;
     IF missing <> '{}' THEN
         PERFORM {schema}.refuse_messages(queue, missing);
@@ -198,7 +198,7 @@ DECLARE
 BEGIN
     known := {schema}.queue_number(queue);
     IF (seconds > 0 AND seconds <= 31536000) IS NOT TRUE THEN
-        RAISE EXCEPTION 'seconds must be more than 0, up to 31536000' USING ERRCODE = 'invalid_parameter_value';
+        RAISE EXCEPTION 'seconds must be more than 0 and at most 31536000' USING ERRCODE = 'invalid_parameter_value';
     END IF;
     UPDATE {schema}.queue_message m SET eql_visible_at = clock_timestamp() + make_interval(secs => seconds)
     WHERE m.eql_id = queue_extend.id AND m.eql_queue = known.number AND m.eql_receipt = queue_extend.receipt;
@@ -208,4 +208,4 @@ BEGIN
 END
 $$;
 COMMENT ON FUNCTION {schema}.queue_extend(text, bigint, integer, double precision) IS
-    'Hold a message for so many seconds from now on.';
+    'Hold a message for this number of seconds from now on.';

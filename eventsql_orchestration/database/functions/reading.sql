@@ -1,10 +1,11 @@
 -- Events of one partition, for consuming in SQL. Partition -1 is the whole topic.
 --
--- A log that has blocks is read as blocks, also where its new events are rows: the view of its events would read all. A
--- plan that was made while a table was empty would read the whole table later. EXECUTE plans for its values each time.
+-- A log that has blocks is read as blocks, even if its new events are rows: the view of its events would read the
+-- whole log. A plan that was made while a table was empty would read the whole table later. EXECUTE makes a plan for
+-- the values of each call.
 
--- Where there is no limit, `most` is the largest bigint. The statement that takes blocks for consecutive ids also finds
--- out whether they are: compaction may give blocks gaps between two statements.
+-- Without a limit, `most` is the largest bigint. The first statement takes the ids of a block for consecutive, and also
+-- looks for blocks with gaps: compaction may make them between two statements.
 CREATE OR REPLACE FUNCTION {schema}.partition_waiting(
     of_topic text, of_partition smallint, after bigint, upto bigint, most bigint,
     OUT events bigint, OUT first bigint, OUT last bigint
@@ -34,8 +35,8 @@ BEGIN
             log, own
         ) INTO events, first, last, gaps USING after, upto, most, of_partition;
         IF gaps THEN
-            -- The first blocks with enough events, at most 20,000 of which come before the range, and the blocks with
-            -- gaps that have events before the end of these.
+            -- The first blocks with enough events, of which at most 20,000 come before the range. Then the blocks with
+            -- gaps that have events before the end of the first blocks.
             EXECUTE format(
                 'WITH own AS NOT MATERIALIZED (SELECT *, eql_id - coalesce(eql_span, eql_events) AS base '
                 'FROM %s WHERE %s eql_id > $1 AND eql_id <= least($2, 9223372036854755807) + 20000 '
@@ -66,7 +67,7 @@ BEGIN
 END
 $$;
 COMMENT ON FUNCTION {schema}.partition_waiting(text, smallint, bigint, bigint, bigint) IS
-    'Of the events of a range, at most so many: number, first and last offset.';
+    'The first events of a range, at most this number of events: their number, first and last offset.';
 
 -- The statement that reads the events $1 < eql_id <= $2 of a topic, or of its partition $3. `arrays` are the columns of
 -- values and of times of a block. A caller that needs neither passes other arrays, and the values stay on the disk.
@@ -117,11 +118,12 @@ BEGIN
 END
 $$;
 COMMENT ON FUNCTION {schema}.partition_events(text, smallint, bigint, bigint) IS
-    'The events of a range of offsets of one partition, or with -1 of all, in order.';
+    'The events of a range of offsets of one partition, or with -1 of all partitions, in order.';
 
--- JSON can name a NUL character and half of a character, which no text of PostgreSQL can hold: functions that take such
--- JSON apart fail. An escaped backslash is written otherwise first: in JSON, `\\u0000` is a text without a NUL. The
--- body is parsed here, so no session's settings change it, and the planner inlines it.
+-- JSON can name a NUL character or half of a character. No text of PostgreSQL can hold these, so functions that take
+-- the JSON apart fail. The function writes an escaped backslash in another way first: in JSON, `\\u0000` is a text
+-- without a NUL. PostgreSQL parses the body when the function is made, so no session's settings change it, and the
+-- planner inlines it.
 CREATE OR REPLACE FUNCTION {schema}.readable_metadata(metadata json) RETURNS json LANGUAGE sql IMMUTABLE
 RETURN CASE
     WHEN json_typeof(metadata) <> 'object' THEN '{}'::json
@@ -134,7 +136,7 @@ RETURN CASE
     )::json
 END;
 COMMENT ON FUNCTION {schema}.readable_metadata(json) IS
-    'Metadata that PostgreSQL can take apart: without NUL and halves of characters, and {} where it is no object.';
+    'Metadata that PostgreSQL can take apart: without NUL and halves of characters; {} for JSON that is no object.';
 
 CREATE OR REPLACE FUNCTION {schema}.filter_takes(conditions jsonb, key text, metadata json) RETURNS boolean
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp AS $$
@@ -150,7 +152,7 @@ END
 $$;
 COMMENT ON FUNCTION {schema}.filter_takes(jsonb, text, json) IS 'Whether a consumer''s filter takes an event.';
 
--- The arrays of keys and of metadata are NULL in a block without them. Its values are not read.
+-- The arrays of keys and of metadata are NULL in a block without them. The values of blocks are not read.
 CREATE OR REPLACE FUNCTION {schema}.first_taken(
     of_topic text, of_partition smallint, after bigint, upto bigint, conditions jsonb
 ) RETURNS bigint

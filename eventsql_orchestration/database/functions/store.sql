@@ -1,7 +1,8 @@
 -- The order of the event store's changes.
 
--- Orders the changes that older versions of this package append. These versions name no transaction. The number of their
--- transaction may be less than the number at the aggregate's last change: then the change gets that number.
+-- Orders the changes that older versions of this package append. These versions name no transaction. The number of
+-- their transaction may be less than the number of the aggregate's last change: then the change gets the larger
+-- number.
 CREATE OR REPLACE FUNCTION {schema}.order_change() RETURNS trigger
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET enable_seqscan = off AS $$
 BEGIN

@@ -1,8 +1,8 @@
 -- Partitions of declared views.
 
--- A handler that writes to a view does not own its table. Only the owner's rights are used, and only for a partition
--- that the view is to have. Attaching lets writers and readers go on. The bounds are written as text: the caller's
--- DateStyle and time zone must not change what the text means.
+-- A handler that writes to a view does not own the table of the view. So the function has its owner's rights, and makes
+-- only partitions that the view may have. Writers and readers go on while a partition is attached. The bounds are
+-- written as text: the caller's DateStyle and time zone must not change the meaning of the text.
 CREATE OR REPLACE FUNCTION {schema}.make_view_periods(of_view text, starts timestamptz[]) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER
 SET search_path = pg_catalog, pg_temp SET datestyle = 'ISO' SET timezone = 'UTC' AS $$
@@ -16,8 +16,8 @@ BEGIN
         RAISE EXCEPTION 'view % does not exist', quote_nullable(of_view) USING ERRCODE = 'no_data_found';
     END IF;
     IF cardinality(starts) > 100 THEN
-        RAISE EXCEPTION '% partitions at once are refused', cardinality(starts)
-            USING ERRCODE = 'invalid_parameter_value';
+        RAISE EXCEPTION '% partitions are too many for one call', cardinality(starts)
+            USING ERRCODE = 'invalid_parameter_value', HINT = 'Pass at most 100 periods.';
     END IF;
     FOREACH starting IN ARRAY starts LOOP
         -- The name of a partition has a year of four digits.
@@ -30,7 +30,7 @@ BEGIN
         name := format('view_%s_p%s', of_view, to_char(starting AT TIME ZONE 'UTC', 'YYYYMMDDHH24MI'));
         CONTINUE WHEN to_regclass(format('%I.%I', {literal}, name)) IS NOT NULL;
         EXECUTE format('LOCK TABLE %I.%I IN SHARE UPDATE EXCLUSIVE MODE', {literal}, 'view_' || of_view);
-        -- Another transaction may have made it meanwhile.
+        -- Another transaction may have made the partition meanwhile.
         CONTINUE WHEN to_regclass(format('%I.%I', {literal}, name)) IS NOT NULL;
         EXECUTE format(
             'CREATE TABLE %1$I.%2$I (LIKE %1$I.%3$I INCLUDING DEFAULTS)', {literal}, name, 'view_' || of_view

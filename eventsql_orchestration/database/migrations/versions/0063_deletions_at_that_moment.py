@@ -1,4 +1,4 @@
-"""A queue or a topic that is deleted, or made, at that moment loses no message and no event of functions in SQL."""
+"""A deletion at that moment loses no event or message of functions in SQL, whose errors and comments are plainer."""
 
 from __future__ import annotations
 
@@ -9,4 +9,7 @@ down_revision = "0062"
 
 
 def upgrade() -> None:
-    install("consuming", "publishing", "queue_receiving", "queue_sending", "reading")
+    install(
+        "capture", "capture_changes", "consuming", "layouts", "log", "publishing", "queue", "queue_receiving",
+        "queue_sending", "queue_settling", "reading", "views",
+    )  # fmt: skip
