@@ -214,8 +214,10 @@ class Retainer:
         span = self._drops(topic).span(connection, segment)
         if span is None or topic.retention is None:
             return False
+        # If the clock went back since the first event, its age is not known: the next segment has a right time again.
+        seconds = math.inf if span.seconds < 0 else span.seconds * ROLL_SHARE
         return _reached(
-            topic.retention, seconds=span.seconds * ROLL_SHARE, size=segment.bytes * ROLL_SHARE,
+            topic.retention, seconds=seconds, size=segment.bytes * ROLL_SHARE,
             events=(span.newest - span.first + 1) * ROLL_SHARE,
         )  # fmt: skip
 
@@ -318,12 +320,25 @@ def _due(contents: list[_Content], newest: int, retention: Retention) -> list[_C
     """The closed segments that are due, oldest first."""
     due: list[_Content] = []
     events, size = sum(content.events for content in contents), sum(content.segment.bytes for content in contents)
-    for content in contents:
+    for content, seconds in zip(contents, _ages(contents), strict=True):
         if content.segment.end > newest + 1:
             break
         events -= content.events
         size -= content.segment.bytes
-        if not _reached(retention, seconds=content.seconds, size=size, events=events):
+        if not _reached(retention, seconds=seconds, size=size, events=events):
             break
         due.append(content)
     return due
+
+
+def _ages(contents: list[_Content]) -> list[float]:
+    """The seconds since the newest event of each segment entered the log.
+
+    If the clock went back since then, an event may have a time that has not come yet. Its segment is then as old as the
+    next segment, at least. Otherwise it would keep all later segments until that time.
+    """
+    ages, age = list[float](), 0.0
+    for content in reversed(contents):
+        age = content.seconds if content.seconds >= 0 else age
+        ages.append(age)
+    return ages[::-1]

@@ -97,6 +97,30 @@ def test_segments_beyond_an_age_go(platform: EventSQL, session: Connection) -> N
     assert first(platform) == last + 1
 
 
+def test_an_event_of_a_clock_that_was_ahead_keeps_no_old_segments(platform: EventSQL, session: Connection) -> None:
+    platform.registry.register_topic(Topic("orders", 2, retention=Retention(seconds=3600)))
+    fill(platform, 50)
+    ahead, last = last_before(platform, 10), last_before(platform, 20)
+    age(session, 7200, upto=24)
+    age(session, -10 * 365 * 86_400, upto=ahead)
+    assert platform.retention.run_once()[0].upto == last
+
+
+def test_a_segment_that_begins_with_an_event_of_a_clock_that_was_ahead_is_closed(
+    platform: EventSQL, session: Connection
+) -> None:
+    platform.registry.register_topic(Topic("orders", 2, retention=Retention(seconds=3600)))
+    fill(platform, 5)
+    age(session, -10 * 365 * 86_400, upto=5)
+    for _ in range(2):
+        platform.retention.run_once()
+    fill(platform, 5)
+    platform.retention.run_once()
+    assert [event.id for event in platform.reader.read("orders")] == [*range(1, 6), *range(10, 15)]
+    age(session, 7200, upto=14)
+    assert platform.retention.run_once()[0].upto == 14
+
+
 def test_segments_beyond_a_size_go(platform: EventSQL) -> None:
     retained(platform, 20, bytes=200_000)
     fill(platform, 20, key="k" * 10_000)
