@@ -31,6 +31,9 @@ SEGMENT_EVENTS: Final = 5_000_000
 """Ids of a segment: planning a read takes longer with each segment that it may touch. Dropping a segment takes 30
 ms."""
 
+LARGEST_ID: Final = 2**63 - 1
+"""The last segment of a log ends at this id."""
+
 SEGMENTS_AHEAD: Final = 2
 """Empty segments that are kept after the current one."""
 
@@ -141,7 +144,12 @@ def ensure_ahead(connection: Connection, schema: str, topic: str) -> None:
 
 
 def roll(connection: Connection, schema: str, topic: str, segment: Segment) -> None:
-    """Let the ids of the log go on after `segment`, in the caller's transaction that holds the topic."""
+    """Let the ids of the log go on after `segment`, in the caller's transaction that holds the topic.
+
+    Does nothing for the last segment that a log can have.
+    """
+    if segment.end == LARGEST_ID:
+        return
     query = LogQueries("segments", schema)("skip_to", topic=topic)
     connection.execute(query, {"newest": segment.end - 1})
 
@@ -209,7 +217,7 @@ def _adoption_names(connection: Connection, schema: str, topic: str) -> dict[str
     return {
         "log": log, "segment": sql.Identifier(schema, name), "name": sql.Identifier(name),
         "sequence": sql.Identifier(*sequence), "check": sql.Identifier(ADOPTION_CHECK),
-        "end": min(newest_id(connection, schema, topic) + SEGMENT_EVENTS, 2**63 - 1),
+        "end": min(newest_id(connection, schema, topic) + SEGMENT_EVENTS, LARGEST_ID),
     }  # fmt: skip
 
 

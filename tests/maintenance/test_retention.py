@@ -145,6 +145,17 @@ def test_a_topic_of_few_events_loses_them_too_because_its_segment_is_closed_in_t
     assert first(platform) == 10
 
 
+def test_the_last_segment_that_a_log_can_have_is_not_closed_in_time(platform: EventSQL, session: Connection) -> None:
+    platform.registry.register_topic(Topic("orders", 2, retention=Retention(seconds=3600)))
+    session.execute(f"SELECT setval('eventsql.{stored('orders')}_eql_id_seq', %s)", [2**63 - 20])
+    session.execute("SELECT eventsql.make_segments('orders', 10, 2)")
+    fill(platform, 10)
+    age(session, 3600, upto=2**63 - 1)
+    platform.retention.run_once()
+    fill(platform, 5)
+    assert platform.reader.end("orders") == 2**63 - 5
+
+
 @pytest.mark.parametrize("partitioned", [False, True])
 def test_segments_that_a_consumer_has_not_passed_are_kept(platform: EventSQL, partitioned: bool) -> None:
     platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=10)))
