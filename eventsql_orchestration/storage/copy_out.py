@@ -109,8 +109,11 @@ def event_query(schema: str, table: str, offset: int) -> str:
 
 def topic_query(schema: str, topic: str, created: datetime) -> str:
     """One row if a topic is still the topic that was created at this time."""
-    query = sql.SQL("SELECT 1 AS found FROM {} WHERE eql_name = {} AND eql_created_at = {}")
-    return qualified(query.format(sql.Identifier(schema, "topic"), topic, created).as_string())
+    return qualified(
+        sql.SQL("SELECT 1 AS found FROM {} WHERE eql_name = {} AND eql_created_at = {}")
+        .format(sql.Identifier(schema, "topic"), topic, created)
+        .as_string()
+    )
 
 
 _SOURCES: Final = {"eql_value": "eql_values", "eql_key": "eql_keys", "eql_metadata": "eql_metadata"}

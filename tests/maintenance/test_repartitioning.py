@@ -347,20 +347,21 @@ def test_a_failing_event_holds_the_change_up_until_it_is_a_dead_letter(
     assert [event.key for event in platform.reader.read("orders_dlt")] == [poison.key]
 
 
-@pytest.mark.usefixtures("small_segments")
 def test_retention_keeps_what_later_layouts_have_for_a_consumer(platform: EventSQL, orders: Orders) -> None:
     platform.registry.unregister_consumer("orders", "auditor")
     platform.registry.set_retention("orders", Retention(events=1))
     platform.repartitioner.repartition("orders", 1)
     platform.repartitioner.repartition("orders", 6)
-    for _ in range(20):
-        orders.publish(5)
-    assert platform.retention.run_once()[0].segments == 0
+    orders.publish(95)
+    platform.retention.run_once()  # closes the segment
+    orders.publish(5)
+    (kept,) = platform.retention.run_once()
+    assert (kept.segments, kept.held_by) == (0, "consumer 'mailer' partition 0")
     platform.seeker.execute("orders", "mailer", Earliest())
     lag = [entry for entry in platform.lag("orders") if entry.consumer == "mailer"]
     assert sum(entry.events for entry in lag) == 100
     assert orders.consume() == 100
-    assert platform.retention.run_once()[0].segments > 0
+    assert platform.retention.run_once()[0].segments == 1
 
 
 @pytest.mark.parametrize(("only", "after"), [(0, 5), (1, 5), (1, 2)])
