@@ -146,7 +146,9 @@ def test_the_location_of_the_documentation_with_the_store_and_a_view_shows_each_
     rollup = next(line for line in examples(DOCS / "views.md")[0].splitlines() if line.startswith("MOVES ="))
     names = play(projection.partition("\n\n\nwith ")[0])
     names |= play(rollup, {"Rollup": Rollup, "timedelta": timedelta})
-    graph = play(example, names)["defs"].resolve_asset_graph()
+    location = play(example, names)["defs"]
+    dg.Definitions.validate_loadable(location)
+    graph = location.resolve_asset_graph()
     assert graph.get(dg.AssetKey(["view", "moves"])).parent_keys == {topic_key("parcel_moved")}
     for kind, name in (("subscription", "mailer"), ("projection", "payments")):
         assert graph.get(dg.AssetKey(["event_store", kind, name])).parent_keys == {dg.AssetKey("event_store")}

@@ -9,7 +9,6 @@ from typing import Any
 import dagster as dg
 import pytest
 
-import eventsql_orchestration.dagster
 from eventsql_orchestration import EventSQL, Topic
 from eventsql_orchestration.dagster import (
     EventSQLResource,
@@ -30,7 +29,6 @@ from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.store import Change, Projection, Projections, RecordedChange
 from eventsql_orchestration.views import Rollup
 from tests.dagster.conftest import executed_check
-from tests.documents import DAGSTER, examples, play
 from tests.fixtures import Sessions
 from tests.views.test_rebuilding import Counts, World
 
@@ -141,14 +139,6 @@ def test_assets_stand_downstream_of_the_store_and_of_their_topics() -> None:
     graph = dg.Definitions(assets=specs, sensors=[build_subscription_sensor([MAILER])]).resolve_asset_graph()
     assert graph.get(MAILER.key).parent_keys == graph.get(specs[2].key).parent_keys == {store_asset().key}
     assert graph.get(view.key).parent_keys == {moved.key}
-
-
-def test_the_example_of_the_document_is_a_location() -> None:
-    (example,) = examples(DAGSTER, "store_asset()")
-    given = {**vars(eventsql_orchestration.dagster), "dg": dg, "Payments": Statuses, "MOVES": MOVES}
-    found: dg.Definitions = play(example.replace("\ndg.Definitions", "\nfound = dg.Definitions"), given)["found"]
-    assert len(found.resolve_asset_graph().get_all_asset_keys()) == 5
-    dg.Definitions.validate_loadable(found)
 
 
 def test_an_asset_without_a_subscription_is_refused() -> None:
