@@ -28,13 +28,20 @@ class _AbortedError(Exception):
 
 
 class _Feed:
-    """One shard's part of a batch that is longer than memory: its thread takes events from the caller's thread."""
+    """One shard's part of a batch that is longer than memory: its thread takes events from the caller's thread.
+
+    Ctrl-C in the caller's thread leaves no lock of a `SimpleQueue` taken. In the middle of `queue.Queue.put`, it would
+    leave one, and nothing could end the events any more.
+    """
 
     def __init__(self, cluster: Cluster, shard: Shard, placed: ShardSet) -> None:
         self.error: BaseException | None = None
         self.published = 0
-        self._queue: queue.Queue[list[Publication] | None] = queue.Queue(_FEED_CHUNKS)
-        self._chunks = iter(self._queue.get, None)
+        self._queue: queue.SimpleQueue[list[Publication] | None] = queue.SimpleQueue()
+        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(_FEED_CHUNKS):
+            self._room.put(None)
+        self._chunks = self._taken()
         self._pending: list[Publication] = []
         self._aborted = False
         self._thread = start_thread("publish", self._run, cluster, shard, placed)
@@ -48,15 +55,21 @@ class _Feed:
             # The caller's thread must not wait for room.
             deque(self._chunks, maxlen=0)
 
+    def _taken(self) -> Iterator[list[Publication]]:
+        while (chunk := self._queue.get()) is not None:
+            self._room.put(None)
+            yield chunk
+
     def _read(self) -> Iterator[Publication]:
         for chunk in self._chunks:
-            yield from chunk or ()
+            yield from chunk
         if self._aborted:
             raise _AbortedError
 
     def put(self, publication: Publication) -> None:
         self._pending.append(publication)
         if len(self._pending) >= _FEED_EVENTS:
+            self._room.get()
             self._queue.put(self._pending)
             self._pending = []
 

@@ -7,10 +7,12 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
+from types import FrameType
+from typing import Any
 
 import psycopg
 import pytest
@@ -30,6 +32,7 @@ from eventsql_orchestration.errors import (
     ValidationError,
     WrongShardError,
 )
+from eventsql_orchestration.publishing import batches
 from eventsql_orchestration.sharding import shard_of_key
 from eventsql_orchestration.spark.commit_protocol import Publications
 from eventsql_orchestration.spark.options import Source
@@ -390,6 +393,46 @@ def test_ctrl_c_ends_a_process_while_a_shard_does_not_answer(platform: EventSQL,
         finally:
             process.kill()
             process.wait()
+
+
+def interrupted_at(step: int, publish: Callable[[], int]) -> bool:
+    """Whether Ctrl-C at a step of giving events to a shard was raised; False if there are fewer steps."""
+    steps = 0
+
+    def interrupt(frame: FrameType, event: str, _argument: object) -> Any:
+        nonlocal steps
+        of_feed = (each for each in (frame, frame.f_back, frame.f_back and frame.f_back.f_back) if each is not None)
+        if all(each.f_code is not streaming._Feed.put.__code__ for each in of_feed):
+            return None
+        steps += 1
+        if steps == step + 1:
+            raise KeyboardInterrupt
+        return interrupt
+
+    traced = sys.gettrace()
+    sys.settrace(interrupt)
+    try:
+        publish()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(traced)
+    return False
+
+
+def test_ctrl_c_at_any_step_of_giving_an_event_to_its_shard_ends_a_long_batch(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches, "STRAIGHT_MOST", 0)
+    monkeypatch.setattr(streaming, "_FEED_EVENTS", 1)
+    publishing = in_thread(
+        "publishing",
+        lambda: [interrupted_at(step, lambda: platform.publisher.publish_all(events(1))) for step in range(60)],
+    )
+    ended = publishing.result(PATIENCE)
+    assert ended[0]
+    assert not ended[-1]
+    assert platform.publisher.publish_all(events(10)) == 10
 
 
 def test_ctrl_c_between_the_ends_of_two_shards_leaves_no_transaction_open(
