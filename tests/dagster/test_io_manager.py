@@ -600,7 +600,7 @@ def test_events_of_several_partitions_of_one_run_are_loaded_together_or_not(
 
 
 def test_arrivals_that_were_not_counted_are_not_loaded_as_no_events(bench: Workbench, materialize: Materialize) -> None:
-    arrivals = {"published topic": "sums", "published last offset": 2}
+    arrivals: dict[str, Any] = {"published topic": "sums", "published last offset": 2}
     bench.instance.report_runless_asset_event(dg.AssetMaterialization(topic_key("sums"), metadata=arrivals))
     latest = taker([], list[Event], metadata={"reads": "materialization"})
     with pytest.raises(ValidationError):

@@ -111,6 +111,7 @@ def test_the_sensor_reports_observations_to_dagster(bench: Workbench) -> None:
     with dg.build_sensor_context(instance=bench.instance, resources={"eventsql": bench.eventsql}) as context:
         tick = sensor.evaluate_tick(context)
     (observation,) = tick.asset_events
+    assert isinstance(observation, dg.AssetObservation)
     assert observation.asset_key == eager.key
     assert observation.metadata["Lag events"].value == 2
     assert observation.tags == {HOUSEKEEPING_TAG: "internal"}

@@ -37,7 +37,7 @@ def hidden_for(database: Database) -> int:
     seconds = "SELECT extract(epoch FROM eql_visible_at - clock_timestamp()) FROM eventsql.queue_message"
     with database.connection() as connection:
         ((left,),) = connection.execute(seconds).fetchall()
-    return math.ceil(left / 3_600)
+    return math.ceil(float(left) / 3_600)
 
 
 def receive_within(connection: Connection, queue: Queue, max_messages: int) -> set[int]:
