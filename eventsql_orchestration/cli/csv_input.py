@@ -13,7 +13,7 @@ from typing import Final
 
 from eventsql_orchestration.cli.sources import BOM, BadRecord, File, Record, lines, parse
 from eventsql_orchestration.errors import InputError, ValidationError
-from eventsql_orchestration.validation import MAX_VALUE_BYTES
+from eventsql_orchestration.validation import MAX_VALUE_BYTES, counted
 
 _NOT_UTF8: Final = re.compile("[\ud800-\udfff]")
 """The characters that stand for bytes that are not UTF-8."""
@@ -140,7 +140,7 @@ class CsvFile(File):
 
     def _record(self, number: int, header: list[str], row: list[str]) -> Record | BadRecord:
         if len(row) != len(header):
-            return BadRecord(number, f"{len(row)} fields, the header has {len(header)}")
+            return BadRecord(number, f"{counted(len(row), 'field')}, the header has {len(header)}")
 
         fields = []
         for name, text in zip(header, row, strict=True):

@@ -345,7 +345,7 @@ def test_many_skipped_lines_do_not_flood_the_terminal(run: Run, topic: str) -> N
 @pytest.mark.parametrize(
     "case",
     [
-        (b"id,name\n1,a\n2\n", "e.csv, line 3: 1 fields, the header has 2"),
+        (b"id,name\n1,a\n2\n", "e.csv, line 3: 1 field, the header has 2"),
         (b'id,name\n1,"a\nb"\n2,b,c\n', "e.csv, line 4: 3 fields, the header has 2"),
         (b'id,name\n1,a\n2,"open\n3,c\n', "e.csv, line 3: unexpected end of data"),
         (b"id,name\n1,\xff\n", "e.csv, line 2: field 'name' is not UTF-8"),
