@@ -31,6 +31,7 @@ from eventsql_orchestration.cli.parameters import (
     OptionalTopicName,
     Partition,
     TopicName,
+    Whole,
     argument,
     command,
     executing,
@@ -96,7 +97,7 @@ class _Options(TypedDict):
     window_events: Annotated[int | None, option("Cut the range into windows of N events.", type=POSITIVE)]
     window: Annotated[timedelta | None, option("Cut the range into windows of time: 1h, 1d.")]
     partition: Partition
-    parallel: Annotated[int, option("At most N runs at once.", type=click.IntRange(1, 64), default=2)]
+    parallel: Annotated[int, option("At most N runs at once.", type=Whole(1, 64), default=2)]
     into: Annotated[
         str | None,
         option("When done, leave a new consumer NAME at the end of the range.", type=CONSUMER, metavar="NAME"),

@@ -18,7 +18,7 @@ from eventsql_orchestration.bench.processes import Report
 from eventsql_orchestration.bench.table import BENCHMARKS
 from eventsql_orchestration.cli.context import CliContext, pass_context
 from eventsql_orchestration.cli.output import Columns, progress_bar, say, show_fields, show_items, write_json
-from eventsql_orchestration.cli.parameters import Number
+from eventsql_orchestration.cli.parameters import Number, Whole
 from eventsql_orchestration.signals import handling
 
 _LARGE: Final = 10_000_000
@@ -69,7 +69,7 @@ def _option(field: Field[Any], option: Option) -> click.Option:
     elif option.kind is float:
         kind = Number(option.least, option.most)
     elif option.kind in (int, tuple):
-        kind = click.IntRange(int(option.least), None if option.most == UNBOUNDED else int(option.most))
+        kind = Whole(int(option.least), None if option.most == UNBOUNDED else int(option.most))
 
     return click.Option(
         names, type=kind, multiple=option.kind is tuple, metavar=None if option.choices else option.metavar,

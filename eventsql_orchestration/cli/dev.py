@@ -10,7 +10,7 @@ import click
 
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.location import location_of
-from eventsql_orchestration.cli.parameters import DIRECTORY, FILE, Number, command, option
+from eventsql_orchestration.cli.parameters import DIRECTORY, FILE, Number, Whole, command, option
 from eventsql_orchestration.errors import MissingExtraError
 
 DAGSTER_PORT: Final = 3000
@@ -29,14 +29,14 @@ def dev(
     once: Annotated[bool, option("Run one round: end when every consumer's lag is 0, and print a table.")],
     port: Annotated[int | None, option(
         f"The UI's port; if it is taken, a free one  [default: {DAGSTER_PORT}, Airflow's {AIRFLOW_PORT}].",
-        type=click.IntRange(1, 65535), metavar="PORT",
+        type=Whole(1, 65535), metavar="PORT",
     )],
     timeout: Annotated[float, option(
         "Limit of the start of Dagster or Airflow, of each job or DAG of the setup, and of the round of --once.",
         default=600.0, type=Number(1.0), metavar="SECONDS",
     )],
     orders: Annotated[int | None, option(
-        "Ride orders per round of the reference location's simulation  [default: 200].", type=click.IntRange(1, 100_000)
+        "Ride orders per round of the reference location's simulation  [default: 200].", type=Whole(1, 100_000)
     )],
     cold_spark: Annotated[bool, option("Start a Spark for each run, instead of one for all.")],
 ) -> None:  # fmt: skip

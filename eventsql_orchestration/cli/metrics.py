@@ -10,7 +10,7 @@ import click
 
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import say, write
-from eventsql_orchestration.cli.parameters import Number, command, option
+from eventsql_orchestration.cli.parameters import Number, Whole, command, option
 from eventsql_orchestration.errors import ConfigurationError
 from eventsql_orchestration.signals import setting
 
@@ -28,9 +28,7 @@ def metrics() -> None:
 @command(metrics)
 def serve(
     context: CliContext,
-    port: Annotated[
-        int, option("The port; 0 takes a free one.", type=click.IntRange(0, 65_535), default=9788, metavar="N")
-    ],
+    port: Annotated[int, option("The port; 0 takes a free one.", type=Whole(0, 65_535), default=9788, metavar="N")],
     address: Annotated[
         str, option("The address to listen on; 0.0.0.0 for all of this machine.", default="127.0.0.1", metavar="HOST")
     ],

@@ -24,7 +24,15 @@ from eventsql_orchestration.validation import check_name, check_time, shown
 FILE: Final = click.Path(path_type=Path, dir_okay=False)
 
 DIRECTORY: Final = click.Path(path_type=Path, file_okay=False, exists=True)
-POSITIVE: Final = click.IntRange(min=1)
+
+
+class Whole(click.IntRange):
+    """A whole number within bounds, named as in a sentence: click calls it an integer range in its errors."""
+
+    name = "whole number"
+
+
+POSITIVE: Final = Whole(min=1)
 
 PLACES: Final = (
     "earliest, latest, an offset, a time with its zone (2026-05-01T12:00:00Z), or a duration before now (15m, 2h, 7d)"
@@ -89,6 +97,8 @@ class Name(click.ParamType[str]):
 
 class Number(click.FloatRange):
     """A number within bounds, a billion at most. It refuses infinity, and "nan", which passes any bound."""
+
+    name = "number"
 
     def __init__(self, least: float, most: float = 1e9, *, min_open: bool = False) -> None:
         super().__init__(least, most, min_open=min_open)

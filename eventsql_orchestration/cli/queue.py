@@ -19,6 +19,7 @@ from eventsql_orchestration.cli.parameters import (
     POSITIVE,
     AsJson,
     Name,
+    Whole,
     argument,
     command,
     executing,
@@ -136,7 +137,7 @@ def send(
     key: Annotated[str | None, option("The key of the messages.", metavar="KEY")],
     metadata: Annotated[tuple[tuple[str, str], ...], option("Metadata of the messages; repeat it.")],
     delay: Annotated[timedelta | None, option("Time until the messages can be received.")],
-    priority: Annotated[int, option("From 0 to 9; the highest comes first.", type=click.IntRange(0, 9), default=0)],
+    priority: Annotated[int, option("From 0 to 9; the highest comes first.", type=Whole(0, 9), default=0)],
     deduplication_id: Annotated[str | None, option("Send it once within the queue's window.", metavar="ID")],
 ) -> None:
     """Send BODY to QUEUE, or each line of standard input, as it comes."""
@@ -327,9 +328,7 @@ def work(
     *,
     name: QueueName,
     handler: Annotated[tuple[str, ...], argument(metavar="COMMAND...", nargs=-1, required=True)],
-    workers: Annotated[
-        int, option("Messages that are handled at once.", type=click.IntRange(1, MAX_WORKERS), default=1)
-    ],
+    workers: Annotated[int, option("Messages that are handled at once.", type=Whole(1, MAX_WORKERS), default=1)],
     drain: Annotated[bool, option("End when no message is visible, in flight or waiting for its time.")],
 ) -> None:
     """Run COMMAND for each message of QUEUE, with the body on standard input, until Ctrl-C or SIGTERM.

@@ -10,7 +10,16 @@ import click
 
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import Columns, partition_of, same, say, show_items, write_json
-from eventsql_orchestration.cli.parameters import AsJson, ConsumerName, Partition, TopicName, command, executing, option
+from eventsql_orchestration.cli.parameters import (
+    AsJson,
+    ConsumerName,
+    Partition,
+    TopicName,
+    Whole,
+    command,
+    executing,
+    option,
+)
 from eventsql_orchestration.topics.positions import AtOffset, AtTime, Back, Earliest, Latest, Position, ShiftBy
 
 if TYPE_CHECKING:
@@ -28,7 +37,7 @@ _BACK: Final = "To the first event that entered the log within this time before 
 class _Places(TypedDict):
     to_earliest: Annotated[bool, option("To the oldest event.")]
     to_latest: Annotated[bool, option("Past the newest event.")]
-    to_offset: Annotated[int | None, option("To the first event from offset N on.", type=click.IntRange(min=0))]
+    to_offset: Annotated[int | None, option("To the first event from offset N on.", type=Whole(min=0))]
     to_datetime: Annotated[datetime | None, option(_TIME)]
     by_duration: Annotated[timedelta | None, option(_BACK)]
     shift_by: Annotated[int | None, option("Over N events of each partition; backwards if N is negative: -100.")]

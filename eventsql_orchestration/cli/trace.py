@@ -7,13 +7,11 @@ import importlib.util
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-import click
-
 from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.airflow_url import AirflowUrl, local_airflow
 from eventsql_orchestration.cli.context import CliContext, open_platform
 from eventsql_orchestration.cli.output import on_shard, picked, same, say, show, without, write_json
-from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, TopicName, argument, command, option
+from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, TopicName, Whole, argument, command, option
 from eventsql_orchestration.errors import EventSQLError
 from eventsql_orchestration.orchestration.trace.tracer import (
     AIRFLOW,
@@ -47,9 +45,7 @@ def trace(
         str | None, option("The URL of Dagster's UI, such as http://127.0.0.1:3000.", metavar="URL")
     ],
     airflow_url: AirflowUrl,
-    depth: Annotated[
-        int, option("Maximum length of a chain of runs.", type=click.IntRange(0, MAX_DEPTH), default=DEPTH)
-    ],
+    depth: Annotated[int, option("Maximum length of a chain of runs.", type=Whole(0, MAX_DEPTH), default=DEPTH)],
     width: Annotated[int, option("Maximum number of publishers of one range.", type=POSITIVE, default=WIDTH)],
     as_json: AsJson,
 ) -> None:
