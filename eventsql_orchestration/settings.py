@@ -104,6 +104,6 @@ def _fault(error: ErrorDetails) -> str:
     """One fault, without the value, which may be a secret."""
     name = ".".join(map(str, error["loc"]))
     if error["type"] != "extra_forbidden":
-        return f"{name}: {error['msg']}"
+        return f"{name}: {error['msg'].removeprefix('Value error, ')}"
     known = ", ".join(str(field.validation_alias or known) for known, field in Settings.model_fields.items())
     return f"{SETTINGS_FILE} has {name}, which is not a setting (settings are {known})"

@@ -62,7 +62,7 @@ def test_a_secret_is_not_shown() -> None:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("schema = 'Not An Identifier'", "schema"),
+        ("schema = 'Not An Identifier'", "schema: schema name 'Not An Identifier' is not usable"),
         ("schema = 7", "schema"),
         ("dsn = [['postgresql://someone:s3cret@host/db']]", "dsn"),
         ("dsn = 'postgresql://someone:s3cret@host/db'\npassword = 's3cret'", "password"),
