@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final, Generic, NoReturn, TypeVar
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
+from rich.progress import Progress, SpinnerColumn, TaskID, TimeElapsedColumn
 
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.lag import lag_table, live_lag
@@ -63,10 +63,19 @@ def find_java(home: Path) -> bool:
     return True
 
 
+class _Steps(Progress):
+    """Without a terminal, rich shows the steps only at the end of the command: a line says when each begins."""
+
+    def add_task(self, description: str, *more: Any, **fields: Any) -> TaskID:
+        if not self.console.is_terminal:
+            say(description)
+        return super().add_task(description, *more, **fields)
+
+
 def steps_shown() -> Progress:
     """The steps of the command on standard error, each with its time."""
     console = Console(stderr=True, quiet=is_quiet())
-    return Progress(SpinnerColumn(finished_text="✓"), "{task.description}", TimeElapsedColumn(), console=console)
+    return _Steps(SpinnerColumn(finished_text="✓"), "{task.description}", TimeElapsedColumn(), console=console)
 
 
 def interrupt(*_: object) -> NoReturn:

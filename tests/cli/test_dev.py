@@ -47,6 +47,12 @@ def test_under_nohup_it_outlives_its_terminal() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
+def test_without_a_terminal_a_line_says_when_a_step_begins(capsys: pytest.CaptureFixture[str]) -> None:
+    with rounds.steps_shown() as progress:
+        progress.add_task("Job register", total=1)
+        assert capsys.readouterr().err == "eventsql: Job register\n"
+
+
 def test_spark_reads_the_settings_for_short_sessions_from_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
