@@ -53,10 +53,16 @@ def command(
     """
 
     def make(function: Callable[..., None]) -> click.Command:
-        params = list(_parameters(function))
-        return (click if group is None else group).command(name, params=params, **settings)(pass_context(function))
+        chosen = {"params": list(_parameters(function)), "short_help": _first_sentence(function), **settings}
+        return (click if group is None else group).command(name, **chosen)(pass_context(function))
 
     return make
+
+
+def _first_sentence(function: Callable[..., None]) -> str:
+    """A command's line in the list of its group. Click would cut it at the end of the line."""
+    text = " ".join((function.__doc__ or "").split("\n\n")[0].split())
+    return text.partition(". ")[0].rstrip(".") + "."
 
 
 def _parameters(annotated: object) -> Iterator[click.Parameter]:

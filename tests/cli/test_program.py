@@ -11,11 +11,13 @@ from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
 
+import click
 import psycopg
 import pytest
 
 from eventsql_orchestration import EventSQL, Topic
 from eventsql_orchestration.cli import lazy, main
+from eventsql_orchestration.cli.application import whole_program
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from tests.cli.conftest import Run, Start, one_line
@@ -51,6 +53,12 @@ def test_a_terminal_without_unicode_gets_help_too(start: Start) -> None:
     output, errors = process.communicate(timeout=PATIENCE)
     assert (process.returncode, errors) == (0, b"")
     assert b"shard ?" in output
+
+
+def test_the_help_of_a_group_has_a_whole_sentence_for_each_of_its_commands() -> None:
+    groups = [each for each in whole_program().commands.values() if isinstance(each, click.Group)]
+    shown = [each.get_short_help_str(limit=45) for group in groups for each in group.commands.values()]
+    assert [sentence for sentence in shown if not sentence.endswith(".") or sentence.endswith("...")] == []
 
 
 @pytest.mark.parametrize("arguments", [[], ["topic"]])
