@@ -434,9 +434,13 @@ def test_closing_sends_what_is_left_of_the_interval_together_and_another_notific
     for turn in (1, 2):
         notifier.notify(LOG, "orders")
         until(lambda turn=turn: received().count("log:orders") == 2 * turn - 1)  # type: ignore[misc]  # bound
+        # Both at once: the thread sends that of the payments, and keeps that of the orders until their interval ends.
+        notifier._pending.update({"log:orders": None, "log:payments": None})
+        notifier._wake.set()
+        until(lambda turn=turn: received().count("log:payments") == turn)  # type: ignore[misc]  # bound
+        assert received().count("log:orders") == 2 * turn - 1
         for _ in range(1_000):
             notifier.notify(LOG, "orders")
-        notifier.notify(LOG, "payments")
         notifier.close()
         until(lambda: threads("eventsql-notifier") == [])
         until(lambda turn=turn: len(received()) >= 3 * turn)  # type: ignore[misc]  # bound
