@@ -32,7 +32,7 @@ NEWEST = {
     "queue": ("0063", "7b098d53469a7a1b"),
     "queue_receiving": ("0063", "3c6a75eddc5d2160"),
     "queue_sending": ("0063", "3c231b0b6131d927"),
-    "queue_settling": ("0063", "087c12430f2d3017"),
+    "queue_settling": ("0063", "782ebf76662d02e8"),
     "reading": ("0063", "7bfb14c734beb928"),
     "store": ("0023", "b23aa28548abfbba"),
     "views": ("0063", "f903c4f4a3468a78"),

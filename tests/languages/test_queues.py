@@ -120,6 +120,21 @@ def test_a_message_for_a_queue_that_is_deleted_at_that_moment_is_refused(
             sending.result()
 
 
+def test_a_message_is_released_after_a_heartbeat_that_was_under_way(
+    queue: Queue, session: Connection, sessions: Sessions, until_blocked: UntilBlocked
+) -> None:
+    queue.send(b"x")
+    (message,) = queue.receive()
+    held, beating = [message.id, message.receipt], sessions()
+    beating.execute("SELECT eventsql.queue_extend('commands', %s, %s, 60)", held)
+    with ThreadPoolExecutor(1) as executor:
+        releasing = executor.submit(session.execute, "SELECT eventsql.queue_release('commands', %s, %s)", held)
+        until_blocked()
+        beating.commit()
+        releasing.result()
+    assert queue.statistics().visible == 1
+
+
 def test_a_message_whose_receives_are_spent_becomes_a_dead_letter(queue: Queue, session: Connection) -> None:
     one(session, "SELECT eventsql.queue_send('commands', 'x')")
     for _ in range(2):

@@ -171,16 +171,23 @@ LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp SET plan_cache_m
 SET enable_seqscan = off SET enable_bitmapscan = off AS $$
 DECLARE
     known record;
+    place tid;
 BEGIN
     known := {schema}.queue_number(queue);
     IF (delay >= 0 AND delay <= 31536000) IS NOT TRUE THEN
         RAISE EXCEPTION 'delay must be 0 to 31536000 seconds' USING ERRCODE = 'invalid_parameter_value';
     END IF;
+    -- ORDER BY decides that the primary key is read: a plan that was made while the table counted as empty might read the
+    -- whole index of the queue. The lock keeps the message in its place.
+    SELECT m.ctid INTO place FROM {schema}.queue_message m
+    WHERE m.eql_id >= queue_release.id AND m.eql_id <= queue_release.id AND m.eql_queue = known.number
+      AND m.eql_receipt = queue_release.receipt
+    ORDER BY m.eql_id LIMIT 1 FOR NO KEY UPDATE;
     UPDATE {schema}.queue_message m
     SET eql_visible_at = clock_timestamp() + make_interval(secs => delay), eql_receipt = NULL,
         eql_history = CASE WHEN reason IS NULL THEN m.eql_history ELSE {schema}.note_of_message(
             m.eql_history, m.eql_receives, clock_timestamp(), left(reason, 1000)) END
-    WHERE m.eql_id = queue_release.id AND m.eql_queue = known.number AND m.eql_receipt = queue_release.receipt;
+    WHERE m.ctid = place;
     IF NOT FOUND THEN
         PERFORM {schema}.refuse_messages(queue, ARRAY[id]);
     END IF;
@@ -195,13 +202,19 @@ LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp SET plan_cache_m
 SET enable_seqscan = off SET enable_bitmapscan = off AS $$
 DECLARE
     known record;
+    place tid;
 BEGIN
     known := {schema}.queue_number(queue);
     IF (seconds > 0 AND seconds <= 31536000) IS NOT TRUE THEN
         RAISE EXCEPTION 'seconds must be more than 0 and at most 31536000' USING ERRCODE = 'invalid_parameter_value';
     END IF;
+    -- As in `queue_release`.
+    SELECT m.ctid INTO place FROM {schema}.queue_message m
+    WHERE m.eql_id >= queue_extend.id AND m.eql_id <= queue_extend.id AND m.eql_queue = known.number
+      AND m.eql_receipt = queue_extend.receipt
+    ORDER BY m.eql_id LIMIT 1 FOR NO KEY UPDATE;
     UPDATE {schema}.queue_message m SET eql_visible_at = clock_timestamp() + make_interval(secs => seconds)
-    WHERE m.eql_id = queue_extend.id AND m.eql_queue = known.number AND m.eql_receipt = queue_extend.receipt;
+    WHERE m.ctid = place;
     IF NOT FOUND THEN
         PERFORM {schema}.refuse_messages(queue, ARRAY[id]);
     END IF;
