@@ -138,7 +138,9 @@ def test_an_acknowledgement_reads_its_messages_alone_though_the_table_counted_as
     assert after - before <= 40
 
 
-@pytest.mark.parametrize("settle", ["release('commands', %s, %s)", "extend('commands', %s, %s, 5)"])
+@pytest.mark.parametrize(
+    "settle", ["acknowledge('commands', %s, %s)", "release('commands', %s, %s)", "extend('commands', %s, %s, 5)"]
+)
 def test_settling_in_sql_reads_its_message_alone_though_the_table_counted_as_empty(
     database: Database, session: Connection, settle: str
 ) -> None:

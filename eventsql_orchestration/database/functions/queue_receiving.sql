@@ -89,7 +89,7 @@ BEGIN
                 WHERE m.eql_queue = of_queue AND m.eql_priority = level
                   AND m.eql_visible_at >= CASE WHEN level = 0 THEN earliest ELSE '-infinity' END
                   AND m.eql_visible_at <= moment
-                ORDER BY m.eql_visible_at, m.eql_id LIMIT most - taken
+                ORDER BY m.eql_visible_at, (m.eql_id + 0) LIMIT most - taken
                 FOR UPDATE SKIP LOCKED
             ) visible
             LIMIT most - taken
@@ -174,7 +174,7 @@ BEGIN
                   AND m.eql_visible_at <= moment
                   AND (NOT m.eql_in_order OR pg_try_advisory_xact_lock(
                       7310035 * 4294967296 + of_queue::bigint * 1024 + (hashtext(m.eql_key) & 1023)))
-                ORDER BY m.eql_visible_at, m.eql_id
+                ORDER BY m.eql_visible_at, (m.eql_id + 0)
                 LIMIT look
                 FOR NO KEY UPDATE SKIP LOCKED
             ) visible
@@ -300,7 +300,7 @@ BEGIN
         SELECT array_agg(locked.eql_id) INTO witnesses
         FROM (
             SELECT m.eql_id FROM {schema}.queue_message m
-            WHERE m.eql_id = ANY (waits_for) AND m.eql_queue = of_queue FOR NO KEY UPDATE SKIP LOCKED
+            WHERE m.eql_id = ANY (waits_for) AND m.eql_queue + 0 = of_queue FOR NO KEY UPDATE SKIP LOCKED
         ) locked;
         UPDATE {schema}.queue_message m
         SET eql_visible_at = greatest(clock_timestamp(), m.eql_due_at), eql_due_at = NULL

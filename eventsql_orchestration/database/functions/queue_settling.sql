@@ -39,9 +39,10 @@ REVOKE EXECUTE ON FUNCTION {schema}.make_queue_archive(timestamptz) FROM PUBLIC;
 
 -- After an ANALYZE, a table that has only dead rows counts as empty. A plan from that time joined the messages by the
 -- index of their queue, and read the whole queue for each message. Without a join and without this index (+ 0), the
--- primary key is left. `width_bucket` finds the place of an id among the sorted ids. Mostly, all messages have the
--- same receipt: then the ids need no order. The function looks for the messages that wait behind the acknowledged ones
--- itself: for a call of `promote_keys`, the server would plan an update that few acknowledgements need.
+-- primary key is left: no other index of all messages has their ids as they are. `width_bucket` finds the place of an
+-- id among the sorted ids. Mostly, all messages have the same receipt: then the ids need no order. The function looks
+-- for the messages that wait behind the acknowledged ones itself: for a call of `promote_keys`, the server would plan
+-- an update that few acknowledgements need.
 CREATE OR REPLACE FUNCTION {schema}.acknowledge_messages(
     of_queue integer, ids bigint[], receipts integer[]
 ) RETURNS bigint[]
@@ -171,23 +172,16 @@ LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp SET plan_cache_m
 SET enable_seqscan = off SET enable_bitmapscan = off AS $$
 DECLARE
     known record;
-    place tid;
 BEGIN
     known := {schema}.queue_number(queue);
     IF (delay >= 0 AND delay <= 31536000) IS NOT TRUE THEN
         RAISE EXCEPTION 'delay must be 0 to 31536000 seconds' USING ERRCODE = 'invalid_parameter_value';
     END IF;
-    -- ORDER BY decides that the primary key is read: a plan that was made while the table counted as empty might read the
-    -- whole index of the queue. The lock keeps the message in its place.
-    SELECT m.ctid INTO place FROM {schema}.queue_message m
-    WHERE m.eql_id >= queue_release.id AND m.eql_id <= queue_release.id AND m.eql_queue = known.number
-      AND m.eql_receipt = queue_release.receipt
-    ORDER BY m.eql_id LIMIT 1 FOR NO KEY UPDATE;
     UPDATE {schema}.queue_message m
     SET eql_visible_at = clock_timestamp() + make_interval(secs => delay), eql_receipt = NULL,
         eql_history = CASE WHEN reason IS NULL THEN m.eql_history ELSE {schema}.note_of_message(
             m.eql_history, m.eql_receives, clock_timestamp(), left(reason, 1000)) END
-    WHERE m.ctid = place;
+    WHERE m.eql_id = queue_release.id AND m.eql_queue + 0 = known.number AND m.eql_receipt = queue_release.receipt;
     IF NOT FOUND THEN
         PERFORM {schema}.refuse_messages(queue, ARRAY[id]);
     END IF;
@@ -202,19 +196,13 @@ LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp SET plan_cache_m
 SET enable_seqscan = off SET enable_bitmapscan = off AS $$
 DECLARE
     known record;
-    place tid;
 BEGIN
     known := {schema}.queue_number(queue);
     IF (seconds > 0 AND seconds <= 31536000) IS NOT TRUE THEN
         RAISE EXCEPTION 'seconds must be more than 0 and at most 31536000' USING ERRCODE = 'invalid_parameter_value';
     END IF;
-    -- As in `queue_release`.
-    SELECT m.ctid INTO place FROM {schema}.queue_message m
-    WHERE m.eql_id >= queue_extend.id AND m.eql_id <= queue_extend.id AND m.eql_queue = known.number
-      AND m.eql_receipt = queue_extend.receipt
-    ORDER BY m.eql_id LIMIT 1 FOR NO KEY UPDATE;
     UPDATE {schema}.queue_message m SET eql_visible_at = clock_timestamp() + make_interval(secs => seconds)
-    WHERE m.ctid = place;
+    WHERE m.eql_id = queue_extend.id AND m.eql_queue + 0 = known.number AND m.eql_receipt = queue_extend.receipt;
     IF NOT FOUND THEN
         PERFORM {schema}.refuse_messages(queue, ARRAY[id]);
     END IF;

@@ -127,7 +127,7 @@ SELECT m.eql_id, m.eql_body, m.eql_key, m.eql_metadata::text, m.eql_receives, m.
        o.eql_name, m.eql_history
 FROM {schema}.queue_message m LEFT JOIN {schema}.queue o ON o.eql_id = m.eql_origin
 WHERE m.eql_queue = %(queue)s
-ORDER BY m.eql_priority DESC, m.eql_visible_at, m.eql_id
+ORDER BY m.eql_priority DESC, m.eql_visible_at, (m.eql_id + 0)
 LIMIT %(limit)s;
 
 -- statistics -- The numbers of a queue's messages by state, and their ages in seconds.
@@ -147,7 +147,7 @@ WITH purged AS (
     DELETE FROM {schema}.queue_message WHERE eql_id = ANY (ARRAY(
         SELECT eql_id FROM {schema}.queue_message
         WHERE eql_queue = %(queue)s AND eql_id <= %(upto)s
-        ORDER BY eql_priority DESC, eql_visible_at DESC, eql_id DESC LIMIT %(limit)s
+        ORDER BY eql_priority DESC, eql_visible_at DESC, (eql_id + 0) DESC LIMIT %(limit)s
         FOR UPDATE SKIP LOCKED
     ))
     RETURNING eql_id
