@@ -127,7 +127,7 @@ class LogAppender:
         name = "move" if layout == 1 else "move_into_layout"
         blocks = log_form.form(connection, self._schema, topic).writes_blocks
         values = {"topic": topic, "low_water": low_water, "upto": upto, "partitions": partitions, "after": after}
-        moved = connection.execute(self._queries.writing(connection, name, topic), values, prepare=False)
+        moved = connection.execute(self._queries.writing(connection, name, topic), values)
         return sum(events for (events,) in moved) if blocks else moved.rowcount
 
     def move_blocks(

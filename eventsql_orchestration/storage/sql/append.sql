@@ -105,7 +105,7 @@ WITH moved AS (
 INSERT INTO {schema}.{row_store} (eql_partition, eql_key, eql_value, eql_buffered_at, eql_created_at, eql_metadata)
 
 -- move -- Move buffered events to the end of the topic's log, in the order of their buffer ids. The statement's time is
--- after the lock, so times grow with ids. Planned for its values: a generic plan would walk the ids of all topics.
+-- after the lock, so times grow with ids.
 {moved}
 SELECT eql_partition, eql_key, eql_value, eql_created_at, statement_timestamp(), eql_metadata
 FROM moved
