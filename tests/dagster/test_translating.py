@@ -29,7 +29,6 @@ from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ValidationError
 from tests.dagster.conftest import Metadata, Workbench
 from tests.dagster.location import AT_ONCE, record
-from tests.documents import DAGSTER, examples, play
 
 ORDERS = Topic("orders", 2)
 RESOURCE = EventSQLResource(dsn="postgresql://nowhere")
@@ -100,11 +99,6 @@ def test_a_translator_changes_consumers_and_topics_after_all_other_options() -> 
     assert graph.get(topic_key("totals")).parent_keys == {consumer.key}
     assert {*graph.get(topic_key("totals")).owners, *graph.get(topic_key("orders")).owners} == {"team:platform"}
     assert {key.asset_key for key in graph.asset_check_keys} == {consumer.key}
-
-
-def test_the_translator_of_the_documentation_works() -> None:
-    (example,) = examples(DAGSTER, "class Shop")
-    assert ledger(translator=play(example)["Shop"]()).key == dg.AssetKey(["shop", "ledger"])
 
 
 class Renames(EventSQLTranslator):

@@ -38,7 +38,6 @@ from eventsql_orchestration.errors import DatabaseUnavailableError, PermissionDe
 from eventsql_orchestration.orchestration.trace.tracer import Tracer
 from eventsql_orchestration.queue import Message, NewMessage, Queue, QueueOptions, held_messages
 from tests.dagster.conftest import Metadata, Workbench, sql
-from tests.documents import DAGSTER, examples, play
 from tests.effects import FullDiskError
 from tests.fixtures import Until
 
@@ -444,16 +443,6 @@ def no_threads_left() -> Iterator[None]:
     yield
     # Dagster has a thread `grpc-client-heartbeat`.
     assert not [each.name for each in threading.enumerate() if each.name.startswith(("heartbeat-", "signs-"))]
-
-
-def test_the_example_of_the_document_is_a_location_that_handles_messages(platform: EventSQL, dsn: str) -> None:
-    (example,) = examples(DAGSTER, "make_thumbnails")
-    location = play(example)["defs"]
-    resources = {"eventsql": EventSQLResource(dsn=dsn)}
-    assert location.resolve_job_def("register").execute_in_process(resources=resources).success
-    Queue(platform, "thumbnails").send_all([b"cat.png", b"dog.png"])
-    assert location.resolve_job_def("work_make_thumbnails").execute_in_process(resources=resources).success
-    assert sql(platform, "SELECT count(*) FROM thumbnail") == [(2,)]
 
 
 def test_answers_are_published_with_the_acknowledgement_or_not_at_all(work: Work, metadata: Metadata) -> None:
