@@ -88,7 +88,7 @@ def test_a_run_that_succeeded_and_is_executed_again_replays_its_range_and_leaves
     ids = reexecuting.publish("orders", 25)
     requested = reexecuting.request(slow)
     first = execute(reexecuting, run_config=requested.run_config, tags=dict(requested.tags))
-    later = reexecuting.publish("orders", 5)
+    reexecuting.publish("orders", 5)
 
     second = reexecute(reexecuting, first)
     assert reexecuting.effects() == [*ids, *ids], "its own range, not what came later"
@@ -100,7 +100,6 @@ def test_a_run_that_succeeded_and_is_executed_again_replays_its_range_and_leaves
 
     # The live consumer goes on where it was.
     assert reexecuting.request(slow).tags[".dagster/eventsql_after"] == str(ids[-1])
-    assert later[0] > ids[-1]
 
 
 def test_a_run_that_took_over_from_another_and_is_executed_again_replays_its_first_range(
