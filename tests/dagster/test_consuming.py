@@ -178,20 +178,6 @@ def test_a_claim_that_was_committed_before_is_not_consumed_again(bench: Workbenc
     assert found["note"].endswith("was committed before")
 
 
-def test_a_claim_lost_before_the_run_began_fails_it(bench: Workbench) -> None:
-    definition = define()
-    bench.publish("rides", 5)
-    lost = bench.request(definition)
-    bench.end_lease(definition)
-    bench.request(definition)
-
-    result = bench.run(definition, lost)
-    assert not result.success
-    assert bench.effects() == []
-    assert "lost" in failure_of(result)
-    assert not result.get_asset_materialization_events()
-
-
 def test_a_queued_run_of_a_consumer_that_was_deleted_names_the_consumer(bench: Workbench) -> None:
     definition = define()
     bench.publish("rides", 1)
