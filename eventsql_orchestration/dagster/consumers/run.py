@@ -55,21 +55,21 @@ def drain(
 
 
 def _shards(context: dg.AssetExecutionContext, eventsql: EventSQLResource, config: ClaimConfig) -> Sequence[Shard]:
-    shard, claim = config.shard or context.run.tags.get(SHARD_TAG), config.claim
-    if SHARED_TAG in context.run.tags and (requested := _requested(context)):
-        shard, claim = shard or requested.get("shard"), requested["claim"]
-    return eventsql.shards if shard is None and claim is None else (eventsql.shard(shard),)
+    requested = _requested(context)
+    shard = config.shard or context.run.tags.get(SHARD_TAG) or requested.get("shard")
+    has_claim = config.claim is not None or bool(requested)
+    return (eventsql.shard(shard),) if has_claim or shard is not None else eventsql.shards
 
 
 def _requested(context: dg.AssetExecutionContext) -> Mapping[str, Any]:
-    """The config of the step with the claim that a shared run was requested for; empty if the run has no claim."""
-    run_config: Mapping[str, Any] = context.run.run_config
+    """The config of the step with the claim that a shared run was requested for; empty for any other run."""
+    run_config: Mapping[str, Any] = context.run.run_config if SHARED_TAG in context.run.tags else {}
     configs = (step.get("config", {}) for step in run_config.get("ops", {}).values())
     return next((config for config in configs if config.get("claim") is not None), {})
 
 
 def _drain(context: dg.AssetExecutionContext, draining: RunDraining, config: ClaimConfig) -> None:
-    requested_for = _requested(context).get("claim") if SHARED_TAG in context.run.tags else None
+    requested_for = _requested(context).get("claim")
     if config.claim is not None:
         _drain_claim(context, draining, config, config.claim)
     elif config.succeeds is not None and _replays(context, config):
