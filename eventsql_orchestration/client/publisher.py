@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain
-from typing import NoReturn
 
 from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.client.registry import ClusterRegistry
@@ -198,7 +197,7 @@ class _Batch:
                 # Other shards may have committed before.
                 if not self._committed:
                     raise
-                self._fail(dict.fromkeys(names, error))
+                raise_first(dict.fromkeys(names, error), self._committed)
             refused = self._publish_groups(groups, shards)
             # The transaction on a shard found that the shards of its events have changed.
             moved = set().union(*(map(id, groups[name]) for name in refused))
@@ -238,13 +237,10 @@ class _Batch:
             except Exception as error:  # noqa: BLE001 - raised below, with the result of the others
                 failed[name] = error
         if failed:
-            self._fail({**refused, **failed})
+            raise_first({**refused, **failed}, self._committed)
         return refused
 
     def _reconsider(self, refused: Mapping[str, RegistryError], topics: set[str]) -> None:
         for error in refused.values():
             self._cluster.reconsider(error, topics, self._deadline)
         self._router.refresh()
-
-    def _fail(self, failed: Mapping[str, Exception]) -> NoReturn:
-        raise_first(failed, self._committed)
