@@ -144,13 +144,10 @@ def observe_lag(
     reports = Reports(cursor, now)
     found = read_lags(platform, consumers)
     before = reports.left(OFFSETS)
-    known = [consumer for consumer in consumers if consumer.key in found]
     lags = {
-        each.key: replace(
-            _compared(found[each.key], each, before.get(each.key.to_user_string(), {}), stopped),
-            transfer_off=transfer_off,
-        )
-        for each in known
+        each.key: _compared(found[each.key], each, before.get(each.key.to_user_string(), {}), stopped, transfer_off)
+        for each in consumers
+        if each.key in found
     }
     _observe(lags, reports)
     _report_arrivals(platform, topics, sample, reports)
@@ -178,9 +175,13 @@ def _summary(consumers: Sequence[ConsumerDefinition], lags: Mapping[dg.AssetKey,
 
 
 def _compared(
-    lag: AssetLag, consumer: ConsumerDefinition, offsets: Mapping[str, int], stopped: Collection[str]
+    lag: AssetLag,
+    consumer: ConsumerDefinition,
+    offsets: Mapping[str, int],
+    stopped: Collection[str],
+    transfer_off: str | None,
 ) -> AssetLag:
-    """A lag with the partitions that have moved since the previous tick, and the sensors that are switched off."""
+    """A lag with the partitions that have moved since the previous tick, and with what is switched off."""
     # A consumer may have one sensor for all of its partitions.
     own = len(consumer.sensors) == len(consumer.partitions)
     sensors = consumer.sensors if own else consumer.sensors * len(consumer.partitions)
@@ -190,6 +191,7 @@ def _compared(
         lag,
         moved=frozenset(map(place_of, moved)),
         stopped={partition: sensor.name for partition, sensor in of if sensor.name in stopped},
+        transfer_off=transfer_off,
     )
 
 
