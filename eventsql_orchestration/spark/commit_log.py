@@ -7,7 +7,7 @@ import random
 import re
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -76,21 +76,13 @@ class Batch:
     def events(self) -> int:
         return sum(attempt.events for attempt in self.attempts)
 
-    def portions(self) -> dict[str | None, Portion]:
-        """The batch's portion on each shard that has events of it."""
-        portions: dict[str | None, list[tuple[uuid.UUID, Share]]] = {}
-        for attempt in self.attempts:
-            for share in attempt.shares:
-                portions.setdefault(share.shard, []).append((attempt.id, share))
-        return {shard: Portion(tuple(shares)) for shard, shares in portions.items()}
-
     def __str__(self) -> str:
         return f"batch {self.number} of writer {self.writer!r}"
 
 
 @dataclass(frozen=True, slots=True)
 class Portion:
-    """The shares of a batch's attempts on one shard."""
+    """The shares of attempts on one shard."""
 
     shares: tuple[tuple[uuid.UUID, Share], ...] = ()
 
@@ -101,6 +93,15 @@ class Portion:
     @property
     def events(self) -> int:
         return sum(sum(share.events.values()) for _, share in self.shares)
+
+
+def portions_of(attempts: Iterable[Attempt]) -> dict[str | None, Portion]:
+    """The portion of attempts on each shard that has events of them."""
+    portions: dict[str | None, list[tuple[uuid.UUID, Share]]] = {}
+    for attempt in attempts:
+        for share in attempt.shares:
+            portions.setdefault(share.shard, []).append((attempt.id, share))
+    return {shard: Portion(tuple(shares)) for shard, shares in portions.items()}
 
 
 class CommitLog:

@@ -37,7 +37,7 @@ from eventsql_orchestration.publishing.staged_blocks import missing_blocks
 from eventsql_orchestration.publishing.two_phase_participant import PublicationPart
 from eventsql_orchestration.retry import Backoff
 from eventsql_orchestration.shards.shard_state import ShardStore
-from eventsql_orchestration.spark.commit_log import UNNAMED, Batch, CommitLog, Portion, unnamed
+from eventsql_orchestration.spark.commit_log import UNNAMED, Batch, CommitLog, Portion, portions_of, unnamed
 from eventsql_orchestration.spark.options import Source
 from eventsql_orchestration.spark.staging import Attempt, ClaimHold, StreamBatch, WriteTarget
 from eventsql_orchestration.spark.write_targets import write_targets
@@ -161,7 +161,7 @@ class Publications:
         given = Batch(writer or unnamed(), batch, tuple(attempts), claim, stream)
         decider = claim.shard if claim is not None else self._first()
         deciding = self._log_of(decider, "the shard that decides")
-        portions = given.portions()
+        portions = portions_of(attempts)
         if portions.keys() <= {decider}:
             if self._sharded and portions and not deciding.recorded(given):
                 self._await_earlier(given, portions)
@@ -196,7 +196,7 @@ class Publications:
 
     def discard(self, attempts: Sequence[Attempt]) -> None:
         """Delete the blocks of attempts, unless they are published or prepared. A sweep deletes the rest."""
-        for shard, portion in Batch("", 0, tuple(attempts)).portions().items():
+        for shard, portion in portions_of(attempts).items():
             # The caller reports an earlier error, not a shard that is down now.
             with suppress(EventSQLError, psycopg.Error):
                 log = self._log_of(shard, _STAGED)

@@ -43,7 +43,7 @@ from eventsql_orchestration.shards.add_shard import ShardAddition
 from eventsql_orchestration.shards.two_phase_coordinator import TwoPhaseCoordinator
 from eventsql_orchestration.spark import commit_protocol as publication
 from eventsql_orchestration.spark import write_targets
-from eventsql_orchestration.spark.commit_log import Batch
+from eventsql_orchestration.spark.commit_log import Batch, portions_of
 from eventsql_orchestration.spark.commit_protocol import Publications
 from eventsql_orchestration.spark.options import WriteOptions
 from eventsql_orchestration.spark.staging import Attempt, Share, StreamBatch, stage
@@ -370,7 +370,7 @@ def test_a_part_that_was_given_up_before_an_older_version_published_its_batch_go
     with Publications(source_of(dsns)) as publications:
         attempts = staged(publications, 0, FEW)
         part = PublicationPart(uuid.uuid4(), "shard-1", "nightly", 7)
-        portions = {str(shard): portion for shard, portion in Batch("nightly", 7, tuple(attempts)).portions().items()}
+        portions = {str(shard): portion for shard, portion in portions_of(attempts).items()}
         # It looks for nothing that was given up.
         publications._commit_on_all(
             part,
