@@ -25,7 +25,7 @@ from eventsql_orchestration.orchestration.provenance import Provenance
 from eventsql_orchestration.orchestration.shards import rows_of
 from eventsql_orchestration.publishing.two_phase_participant import TwoPhaseParticipant
 from eventsql_orchestration.retry import Backoff
-from eventsql_orchestration.shards.shard_state import ShardStore
+from eventsql_orchestration.shards.shard_state import first_shard
 from eventsql_orchestration.spark import FORMAT, eventsql_error
 from eventsql_orchestration.storage.ranges import LogRanges
 from eventsql_orchestration.storage.ranges import Publication as LoggedPublication
@@ -174,8 +174,7 @@ class _Record:
         shard = None if write.claim is None else write.claim.shard
         self._alone = len(self._shards) == 1
         if shard is None and not self._alone:
-            states = (ShardStore(each.database).state() for each in self._shards if each.name is not None)
-            shard = next(states).first
+            shard = first_shard(each.database for each in self._shards if each.name is not None)
         self._decider = write.access.shard(shard)
 
     def find(self) -> tuple[int, datetime] | None:

@@ -7,15 +7,15 @@ each consumer until the consumer has consumed all events before the fences of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
 
 from eventsql_orchestration.database import Connection, Database, Queries, driver_connection
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one, query_all
 from eventsql_orchestration.database.sessions import let_last
-from eventsql_orchestration.errors import DatabaseBusyError, ShardSetError
+from eventsql_orchestration.errors import DatabaseBusyError, DatabaseUnavailableError, ShardSetError
 from eventsql_orchestration.maintenance.repartitioning import (
     RETRY_SECONDS,
     IdsChangedError,
@@ -230,6 +230,15 @@ class ShardStore:
                 known = layouts(connection, self._database.schema, topic)
                 until = bounds_at(known, min(offset for _, offset in rows)).until if known else None
             connection.execute(self._queries("let_go"), {**own, "until": until})
+
+
+def first_shard(databases: Iterable[Database]) -> str | None:
+    """`ShardState.first`, from a database that can be reached. Raises `DatabaseUnavailableError` if there is none."""
+    *others, last = databases
+    for database in others:
+        with suppress(DatabaseUnavailableError):
+            return ShardStore(database).state().first
+    return ShardStore(last).state().first
 
 
 class Bootstrap:

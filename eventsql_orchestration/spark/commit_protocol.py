@@ -27,7 +27,6 @@ from eventsql_orchestration.errors import (
     ConfigurationError,
     DatabaseBusyError,
     DatabaseError,
-    DatabaseUnavailableError,
     EventSQLError,
     PublicationUnfinishedError,
     RedefinitionError,
@@ -36,7 +35,7 @@ from eventsql_orchestration.errors import (
 from eventsql_orchestration.publishing.staged_blocks import missing_blocks
 from eventsql_orchestration.publishing.two_phase_participant import PublicationPart
 from eventsql_orchestration.retry import Backoff
-from eventsql_orchestration.shards.shard_state import ShardStore
+from eventsql_orchestration.shards.shard_state import first_shard
 from eventsql_orchestration.spark.commit_log import UNNAMED, Batch, CommitLog, Portion, portions_of, unnamed
 from eventsql_orchestration.spark.options import Source
 from eventsql_orchestration.spark.staging import Attempt, ClaimHold, StreamBatch, WriteTarget
@@ -95,16 +94,7 @@ class Publications:
 
     def _first(self) -> str | None:
         """The set's first shard, whatever was added since. None for one database."""
-        if not self._sharded:
-            return None
-        failed: EventSQLError | None = None
-        for log in self._logs.values():
-            try:
-                return ShardStore(log.shard.database).state().first
-            except DatabaseUnavailableError as error:
-                failed = error
-        assert failed is not None, "there are shards"
-        raise failed
+        return first_shard(log.shard.database for log in self._logs.values()) if self._sharded else None
 
     def _log_of(self, shard: str | None, option: str) -> CommitLog:
         try:

@@ -19,7 +19,7 @@ from eventsql_orchestration.dagster.lineage.published import add_up
 from eventsql_orchestration.errors import ClaimLostError
 from eventsql_orchestration.sharding import shard_of_key
 from tests.conftest import Administrator
-from tests.dagster.conftest import sql
+from tests.dagster.conftest import NOWHERE, sql
 
 NAMES = ["shard-1", "shard-2"]
 ROWS = [{"key": f"key {number}", "value": b"%d" % number} for number in range(40)]
@@ -67,6 +67,17 @@ def test_an_asset_publishes_once_in_a_run_and_says_where_on_each_shard(
     assert said[0]["trace published"].startswith("eventsql --shard shard-")
     both = add_up([said[0], {**said[0]}], "fares")
     assert (both["published events"], both["published ranges"].value) == (2 * len(ROWS), ranges)
+
+
+def test_a_repeated_run_learns_that_it_has_published_while_a_shard_is_down(eventsql: EventSQLResource) -> None:
+    """The first shard, whose URL is the last one here, has the record."""
+    origin = Origin("run", "run", "fares")
+    publish(origin, ROWS, eventsql=eventsql, topic="fares")
+    down = EventSQLResource(dsn=f"{NOWHERE} {eventsql.shard('shard-1').database.dsn}")
+    again = publish(origin, ROWS, eventsql=down, topic="fares")
+    assert (again.events, again.repeated) == (len(ROWS), True)
+    down.platform.close()
+    assert sum(map(len, events(eventsql.platform).values())) == len(ROWS)
 
 
 def claim_on(eventsql: EventSQLResource, name: str) -> Claim:
