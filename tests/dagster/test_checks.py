@@ -148,6 +148,16 @@ def test_a_check_executed_by_hand_knows_when_the_lag_began(bench: Workbench) -> 
     assert not executed(bench, check).passed
 
 
+def test_a_sensor_without_its_cursor_knows_when_the_lag_began(bench: Workbench) -> None:
+    """A person has reset or renamed it. Otherwise the check would be green, and red again after its grace."""
+    check = build_lag_check(eager, max_events=0, grace=60.0)
+    bench.publish("rides", 1)
+    Watch(bench, check).at(time.time() - 61.0)
+    with dg.build_sensor_context(instance=bench.instance, resources={"eventsql": bench.eventsql}) as context:
+        tick = build_lag_sensor([eager], checks=[check]).evaluate_tick(context)
+    assert [event.passed for event in tick.asset_events if isinstance(event, dg.AssetCheckEvaluation)] == [False]
+
+
 def test_a_check_is_reported_when_it_changes_and_seldom_otherwise(bench: Workbench) -> None:
     watch = Watch(bench, build_lag_check(eager, max_events=0))
     assert len(watch.at(1_000.0)) == 1

@@ -104,7 +104,7 @@ class ReportedCheck(ABC):
         @dg.asset_check(asset=self.key.asset_key, name=self.key.name, description=self.description)
         def check(context: dg.AssetCheckExecutionContext, eventsql: EventSQLResource) -> dg.AssetCheckResult:
             platform = eventsql.platform
-            memory = _remembered(context.instance, self.key)
+            memory = remembered(context.instance, self.key)
             verdict = self.judge(Look(platform, self.read(platform), time.time(), memory))
             return dg.AssetCheckResult(
                 passed=verdict.passed,
@@ -175,8 +175,8 @@ def build_lag_check(
     return ConsumerCheck(dg.AssetCheckKey(consumer.key, LAG_CHECK), severity, description, rule, consumer)
 
 
-def _remembered(instance: dg.DagsterInstance, key: dg.AssetCheckKey) -> Memory:
-    """The memory for an execution by hand, read from the newest result: the sensor's memory is in its cursor."""
+def remembered(instance: dg.DagsterInstance, key: dg.AssetCheckKey) -> Memory:
+    """The memory for an execution by hand, and for a sensor without a cursor, read from the newest result."""
     latest = latest_evaluation(instance, key)
     since = None if latest is None else latest[0].metadata.get(BEYOND_SINCE)
     return {} if since is None else {BEYOND_SINCE: since.value}

@@ -17,7 +17,7 @@ from eventsql_orchestration.dagster.consumers.asset_lag import AssetLag, place_o
 from eventsql_orchestration.dagster.consumers.definition import ConsumerDefinition, check_distinct
 from eventsql_orchestration.dagster.instigators import states_of
 from eventsql_orchestration.dagster.monitoring.checks import ConsumerCheck, Look
-from eventsql_orchestration.dagster.monitoring.reports import Reports, monitoring_sensor
+from eventsql_orchestration.dagster.monitoring.reports import Reports, cursor_of, monitoring_sensor
 from eventsql_orchestration.dagster.monitoring.topic_page import DEFAULT_SAMPLE, TopicSample, topic_page
 from eventsql_orchestration.dagster.register import consumer_missing
 from eventsql_orchestration.dagster.tags import INTERNAL_RUN, TRANSFER_TAG
@@ -76,9 +76,9 @@ def build_lag_sensor(
         states = states_of(context.instance, context.code_location_origin, context.repository_name)
         schedules = () if context.repository_def is None else context.repository_def.schedule_defs
         return observe_lag(
-            platform, consumers, checks=checks, topics=topics, sample=sample, cursor=context.cursor, now=time.time(),
-            stopped=stopped_sensors(states, consumers), transfer_off=stopped_transfer(states, schedules),
-            materialized=materialized_at(context.instance, consumers),
+            platform, consumers, checks=checks, topics=topics, sample=sample, cursor=cursor_of(context, checks),
+            now=time.time(), stopped=stopped_sensors(states, consumers),
+            transfer_off=stopped_transfer(states, schedules), materialized=materialized_at(context.instance, consumers),
         )  # fmt: skip
 
     return monitoring_sensor(

@@ -10,7 +10,7 @@ import dagster as dg
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.dagster.monitoring.checks import LAG_CHECK, Look, ReportedCheck, Verdict
 from eventsql_orchestration.dagster.monitoring.dead_letter_check import DELIVERED_CHECK
-from eventsql_orchestration.dagster.monitoring.reports import Reports, monitoring_sensor
+from eventsql_orchestration.dagster.monitoring.reports import Reports, cursor_of, monitoring_sensor
 from eventsql_orchestration.dagster.queues.assets import QUEUE
 from eventsql_orchestration.dagster.register import queue_missing
 from eventsql_orchestration.errors import DatabaseBusyError, DatabaseUnavailableError, ValidationError
@@ -195,7 +195,7 @@ def build_queue_sensor(
         raise ValidationError(f"these checks belong to queues that the sensor does not watch: {strangers}")
 
     def observe(platform: EventSQL, context: dg.SensorEvaluationContext) -> dg.SensorResult:
-        return observe_queues(platform, queues, checks=checks, cursor=context.cursor, now=time.time())
+        return observe_queues(platform, queues, checks=checks, cursor=cursor_of(context, checks), now=time.time())
 
     return monitoring_sensor(
         observe, name=name, interval_seconds=interval_seconds, default_status=default_status,

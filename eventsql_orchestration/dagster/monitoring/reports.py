@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final, TypeAlias
 
@@ -11,7 +11,7 @@ import dagster as dg
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.dagster.consumers.options import DEFAULT_TICKS
-from eventsql_orchestration.dagster.monitoring.checks import IDLE_INTERVAL, Look, ReportedCheck
+from eventsql_orchestration.dagster.monitoring.checks import IDLE_INTERVAL, Look, ReportedCheck, remembered
 from eventsql_orchestration.dagster.resources import EventSQLResource
 from eventsql_orchestration.dagster.tags import INTERNAL_RUN
 from eventsql_orchestration.errors import SchemaOutdatedError
@@ -29,6 +29,14 @@ def read_cursor(cursor: str | None) -> dict[str, Any]:
     except ValueError:
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def cursor_of(context: dg.SensorEvaluationContext, checks: Iterable[ReportedCheck]) -> str:
+    """The cursor of a tick. If the sensor has none, because it is new or was renamed or reset, the checks' memory."""
+    if context.cursor is not None:
+        return context.cursor
+    memories = {check.key.to_user_string(): {"memory": remembered(context.instance, check.key)} for check in checks}
+    return json.dumps({CHECKS: memories})
 
 
 class Reports:
