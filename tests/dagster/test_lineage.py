@@ -243,7 +243,7 @@ def test_publishers_are_told_apart_by_asset_output_partition_topic_and_first_run
     assert len(writers) == 7, "a run and the run that repeats it are the same"
 
 
-def test_a_claim_that_was_lost_publishes_nothing_of_any_form(bench: Workbench) -> None:
+def test_a_claim_that_was_lost_publishes_nothing(bench: Workbench) -> None:
     definition = sizes()
     definition.register(bench.platform)
     bench.publish("rides", 3)

@@ -162,27 +162,6 @@ def test_a_range_of_one_shard_is_read_and_published_to_all_shards_exactly_once(
     assert {each["shard"] for each in told["published ranges"]} == {"shard-1", "shard-2"}
 
 
-def test_a_claim_that_was_lost_publishes_nothing(bench: Workbench, spark: LazyPySparkResource) -> None:
-    bench.publish("rides", 5)
-    claim = bench.platform.claims.claim("rides", "counts", owner="first")
-    assert isinstance(claim, Claim)
-    bench.platform.claims.release(claim)
-
-    def late(context: dg.AssetExecutionContext, eventsql: EventSQLResource, spark: LazyPySparkResource) -> None:
-        frame = spark.spark_session.createDataFrame([("v",)], "value string")
-        publish_dataframe(context, frame, eventsql=eventsql, topic="counts", claim=claim)
-
-    result = dg.materialize(
-        [dg.asset(late)],
-        instance=bench.instance,
-        resources={"eventsql": bench.eventsql, "spark": spark},
-        raise_on_error=False,
-    )
-    assert not result.success
-    assert bench.platform.transfer.run_once() == {}
-    assert bench.platform.reader.count("counts") == 0
-
-
 def test_an_asset_without_a_claim_publishes_once_in_a_run_and_partition(
     bench: Workbench, spark: LazyPySparkResource
 ) -> None:
