@@ -77,7 +77,8 @@ class BatchConsumer:
         left = reader.count(offsets.topic, after=offsets.after, upto=offsets.upto, partition=partition)
         if left != claim.events:
             raise ReplayError(
-                f"{claim} cannot be replayed: retention deleted {claim.events - left} of its {claim.events} events"
+                f"{claim} cannot be replayed: retention deleted {claim.events - left} of its {claim.events} events. "
+                "`eventsql backfill` replays the events that are left"
             )
 
         conditions = self.shard.registry.consumer(offsets.topic, claim.consumer)[0].filter
