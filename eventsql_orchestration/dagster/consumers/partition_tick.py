@@ -27,7 +27,6 @@ from eventsql_orchestration.dagster.consumers.tick import Leased, NothingYet, Ti
 from eventsql_orchestration.dagster.register import why_unregistered
 from eventsql_orchestration.dagster.tags import (
     AFTER_TAG,
-    CONSUMER_RUN,
     FINISHED,
     LATE_TAG,
     SUCCEEDS_TAG,
@@ -203,7 +202,7 @@ class PartitionWatch(Watched):
         return dg.RunRequest(
             run_key=key,
             run_config={"ops": {self.op_name: {"config": config}}},
-            tags={**self._tags(shard), **tags, **CONSUMER_RUN},
+            tags={**self._tags(shard), **tags},
         )
 
     def _tags(self, shard: str | None) -> Mapping[str, str]:
