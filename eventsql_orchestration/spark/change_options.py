@@ -8,11 +8,17 @@ from dataclasses import dataclass
 from typing import Final
 
 from eventsql_orchestration.errors import ConfigurationError, ValidationError
-from eventsql_orchestration.spark.options import DATABASE, READ, TASKS, Given, Source, TaskOptions, naming_option
+from eventsql_orchestration.spark.options import (
+    AGGREGATES,
+    DATABASE,
+    READ,
+    TASKS,
+    Given,
+    Source,
+    TaskOptions,
+    naming_option,
+)
 from eventsql_orchestration.validation import check_name
-
-AGGREGATES: Final = "aggregates"
-"""The option that reads the event store instead of topics."""
 
 ALL: Final = "*"
 

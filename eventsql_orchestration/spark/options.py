@@ -25,8 +25,11 @@ STARTS: Final = ("startingOffsets", "startingTimestamp", "startingOffsetsByTimes
 ENDS: Final = ("endingOffsets", "endingTimestamp", "endingOffsetsByTimestamp")
 TASKS: Final = ("numPartitions", "minPartitions", "maxRecordsPerPartition")
 
+AGGREGATES: Final = "aggregates"
+"""The option that reads the event store instead of topics."""
+
 READ: Final = (
-    *DATABASE, "subscribe", "assign", "claim", "partition",
+    *DATABASE, "subscribe", "assign", AGGREGATES, "claim", "partition",
     *STARTS, "startingOffsetsByTimestampStrategy", *ENDS,
     *TASKS, "maxOffsetsPerTrigger",
     "includeHeaders", "failOnDataLoss", "filter", "pushFilters", "consumer", "valueSchema", "mode",

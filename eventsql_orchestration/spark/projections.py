@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from eventsql_orchestration.errors import ProjectionError
 from eventsql_orchestration.spark import FORMAT
-from eventsql_orchestration.spark.change_options import AGGREGATES, ALL
+from eventsql_orchestration.spark.change_options import ALL
 from eventsql_orchestration.spark.copying import copy_frame
-from eventsql_orchestration.spark.options import Source
+from eventsql_orchestration.spark.options import AGGREGATES, Source
 from eventsql_orchestration.store import Filling, Projection
 
 if TYPE_CHECKING:

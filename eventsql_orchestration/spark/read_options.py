@@ -48,7 +48,7 @@ class ReadOptions:
     @classmethod
     def parse(cls, options: Mapping[str, str], *, streaming: bool) -> ReadOptions:
         """Raises `ConfigurationError` or `ValidationError`."""
-        given = Given(options, (*READ, "aggregates"))
+        given = Given(options, READ)
         source = given.source()
         several = len(source.urls) > 1
         if streaming:
@@ -109,7 +109,7 @@ class SchemaOptions:
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> SchemaOptions:
-        given = Given(options, (*READ, "aggregates"))
+        given = Given(options, READ)
         return cls(given.flag("includeHeaders"), given.text("valueSchema"), given.databases() > 1)
 
 

@@ -527,6 +527,7 @@ def schema_of(text: str) -> StructType:
         (FARE, {"claim": "77"}, ClaimNotFoundError, "claim 77 does not exist"),
         (FARE, {"writer": "me"}, ConfigurationError, "option writer is not known: did you mean writerId"),
         (FARE, {"partition": "2"}, ConfigurationError, "option partition cannot be used here: it is for reads"),
+        (FARE, {"aggregates": "*"}, ConfigurationError, "option aggregates cannot be used here: it is for reads"),
         (FARE, {"headers": "{"}, ValidationError, "option headers is not a JSON object"),
         (FARE, {"headers": "[]"}, ValidationError, "option headers is not a JSON object"),
         (FARE, {"headers": '{"a": 1}'}, InvalidPublicationError, "option headers .*'a' must be text"),
