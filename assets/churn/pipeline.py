@@ -41,6 +41,8 @@ class HistoryConfig(dg.Config):
     kinds={"topic", "postgresql", "git"},
     description="File changes of a git repository; `eventsql publish file_changes --key path` publishes any others.",
     metadata={"partitions": FILE_CHANGES.partitions},
+    # Two runs at once would publish the same commits. The instance lets one run at a time use a pool.
+    pool=FILE_CHANGES.name,
 )
 def file_changes(
     context: dg.AssetExecutionContext, config: HistoryConfig, eventsql: EventSQLResource

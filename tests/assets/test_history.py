@@ -85,6 +85,11 @@ def test_a_round_that_was_killed_before_it_reported_is_not_published_again(
     assert [key for key in keys if key != "other"] == ["first", "second"]
 
 
+def test_rounds_take_turns_by_a_pool() -> None:
+    # tests/deploy/test_spark.py has the limit of each pool.
+    assert file_changes.op.pool == FILE_CHANGES.name
+
+
 def test_a_repository_that_is_named_and_has_no_history_fails_the_round(
     instance: dg.DagsterInstance, platform: EventSQL, dsn: str, tmp_path: Path
 ) -> None:
