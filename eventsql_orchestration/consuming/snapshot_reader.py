@@ -116,7 +116,6 @@ class SnapshotReader:
             "position": sql.Identifier(position),
         }
         self._checked = False
-        self._reached = 0
 
     def read(
         self, after: Checkpoint = START, *, limit: int = 1_000, only: Mapping[str, object] | None = None,
@@ -140,7 +139,9 @@ class SnapshotReader:
             if not self._checked:
                 self._check(fetch_first(joined, self._compose("newest", conditions), values, prepare=False))
             rows = fetch_all(joined, self._compose("after", conditions), values, prepare=False)
-            if not rows and after.transaction > self._reached:
+            if not rows and after != START:
+                # Ask each time: the next connection may lead to a promoted standby, which lacks the newest
+                # transactions.
                 self._check_place(joined, after)
             return [SnapshotRow(Checkpoint(int(row[0]), row[1]), row[2:]) for row in rows]
 
@@ -193,7 +194,6 @@ class SnapshotReader:
                 f"checkpoint {after} is of another server, which counts other transactions: rows of table "
                 f"{self._table} would be left out; find the last row that took effect, and continue from its place"
             )
-        self._reached = after.transaction
 
     def _check(self, row: tuple[Any, ...] | None) -> None:
         if row is not None and row[1]:

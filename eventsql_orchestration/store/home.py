@@ -37,7 +37,6 @@ class Home:
         self._database = database
         self._queries = Queries("store", database.schema)
         self._may_ask: bool | None = None
-        self._reached = 0
 
     def era(self, connection: Connection) -> str:
         """The era of this store's checkpoints. Raises `RestoredStoreError` for a dump that is not adopted."""
@@ -60,15 +59,14 @@ class Home:
                 f"checkpoint {checkpoint} is of another server, or of the time before `eventsql store adopt`: find the "
                 "last change that took effect, and go on from the place that `checkpoint_of` gives for it"
             )
-        if checkpoint.transaction > self._reached:
-            reached = sql.SQL(statement("snapshot_reader", "reached"))
-            if fetch_one(connection, reached, checkpoint.parameters(), prepare=False) != (True,):
-                raise DatabaseError(
-                    f"this server has not reached checkpoint {checkpoint}: it lost changes in a failover or a restore, "
-                    "and new changes would be left out; go on from the place that `checkpoint_of` gives for the last "
-                    "change that took effect and is still there"
-                )
-            self._reached = checkpoint.transaction
+        # Ask each time: the next connection may lead to a promoted standby, which lacks the newest transactions.
+        reached = sql.SQL(statement("snapshot_reader", "reached"))
+        if fetch_one(connection, reached, checkpoint.parameters(), prepare=False) != (True,):
+            raise DatabaseError(
+                f"this server has not reached checkpoint {checkpoint}: it lost changes in a failover or a restore, "
+                "and new changes would be left out; go on from the place that `checkpoint_of` gives for the last "
+                "change that took effect and is still there"
+            )
         return checkpoint
 
     def adopt(self) -> Adopted:

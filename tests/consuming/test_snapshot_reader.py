@@ -353,6 +353,19 @@ def test_a_checkpoint_of_another_server_is_refused_instead_of_finding_nothing_fo
         reader.read(foreign)
 
 
+def test_a_checkpoint_is_checked_again_after_it_was_let_pass(reader: SnapshotReader, database: Database) -> None:
+    with database.connection() as connection:
+        write(connection, "one")
+    (row,) = reader.read()
+    lost = Checkpoint(row.checkpoint.transaction + 2**20, 1)
+    with database.transaction() as connection:
+        # As by a standby, which may be behind: it is promoted before it has had the transaction.
+        connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        assert reader.read(lost, connection=connection) == []
+    with pytest.raises(DatabaseError, match=str(lost)):
+        reader.read(lost)
+
+
 def test_rows_that_the_reading_transaction_wrote_itself_are_not_taken_for_anothers(
     database: Database, reader: SnapshotReader
 ) -> None:

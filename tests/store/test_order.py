@@ -375,6 +375,17 @@ def test_a_checkpoint_that_this_server_has_not_reached_is_refused(store: Store) 
         assert store.read_all(store.checkpoint_of("order", "1", 2, connection=connection), connection=connection) == []
 
 
+def test_a_checkpoint_is_checked_again_after_it_was_let_pass(store: Store) -> None:
+    put(store, "1", 1)
+    lost = replace(store.newest(), transaction=store.newest().transaction + 1_000_000)
+    with store.database.transaction() as connection:
+        # As by a standby, which may be behind: it is promoted before it has had the transaction.
+        connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        assert store.read_all(lost, connection=connection) == []
+    with pytest.raises(DatabaseError, match="has not reached checkpoint"):
+        store.read_all(lost)
+
+
 def test_a_checkpoint_is_text_and_back(store: Store) -> None:
     put(store, "1", 1)
     place = store.newest()
