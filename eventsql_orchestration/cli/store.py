@@ -28,6 +28,7 @@ from eventsql_orchestration.cli.parameters import (
     leave_out,
     option,
 )
+from eventsql_orchestration.errors import EventSQLError
 from eventsql_orchestration.validation import check_name, counted
 
 if TYPE_CHECKING:
@@ -84,7 +85,9 @@ def show(
     with context.platform() as platform:
         changes = platform.store.load(aggregate_type, aggregate_id, upto_version=upto)
     if not changes:
-        say(f"no aggregate {aggregate_id!r} of type {aggregate_type!r} has changes: see `eventsql store list`")
+        raise EventSQLError(
+            f"no aggregate {aggregate_id!r} of type {aggregate_type!r} has changes: see `eventsql store list`"
+        )
     _write(changes)
 
 

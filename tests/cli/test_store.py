@@ -49,7 +49,7 @@ def test_it_shows_an_aggregate(run: Run) -> None:
     ]  # fmt: skip
     assert len(lines(run("store", "show", "order", "1", "--upto", 1))) == 1
     unknown = run("store", "show", "ordr", "1")
-    assert (unknown.exit_code, unknown.stdout) == (0, "")
+    assert (unknown.exit_code, unknown.stdout) == (1, "")
     assert "no aggregate '1' of type 'ordr'" in unknown.stderr
     assert lines(run("store", "show", "rider", "é"))[0]["metadata"] == {"a": "b"}
 
