@@ -197,7 +197,10 @@ def rollup(
         return "█" * round(_BAR * bucket.count / most)
 
     columns: dict[str, Any] = {"bucket": lambda each: timestamp(each.bucket)}
-    columns |= {dimension: lambda each, of=dimension: each.dimensions[of] for dimension in by}
+    for dimension in by:
+        # The time and the number of entries have these names.
+        named = f"dimension {dimension}" if dimension in ("bucket", "count") else dimension
+        columns[named] = lambda each, of=dimension: each.dimensions[of]
     columns |= {"count": "count"}
     for value in opened.definition.values:
         for measure in ("sum", "min", "max"):

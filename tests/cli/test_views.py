@@ -104,6 +104,17 @@ def test_numbers_beyond_floats_are_valid_json(run: Run, platform: EventSQL) -> N
     assert "Infinity" in run("rollup", "wide").stdout
 
 
+def test_a_dimension_with_the_name_of_another_column_hides_nothing(run: Run, platform: EventSQL) -> None:
+    views, files = Views(platform.database), Rollup("files", timedelta(minutes=1), ("bucket", "count"))
+    views.declare(files)
+    with platform.database.transaction() as connection:
+        views.rollup(files).add(connection, [RollupEntry(NOON, {"bucket": "photos", "count": "many"})] * 2)
+    (shown,) = json.loads(run("rollup", "files", "--by", "bucket", "--by", "count", "--json").stdout)
+    assert shown == {
+        "bucket": "2026-01-02T12:00:00+00:00", "dimension_bucket": "photos", "dimension_count": "many", "count": 2
+    }  # fmt: skip
+
+
 def test_a_rollup_is_drawn(run: Run, tmp_path: Path) -> None:
     arguments = ("rollup", "moves", "--by", "place", "--plot")
     assert run(*arguments, tmp_path / "moves.png").exit_code == 0
