@@ -9,6 +9,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Annotated, Final
 
 import click
@@ -48,6 +49,8 @@ from eventsql_orchestration.validation import advised, counted
 from eventsql_orchestration.views.catalog import Views
 
 _JSON: Final[Columns] = same("check", "status", "message", "remedy")
+
+_DAY: Final = 86_400.0
 
 
 @command(short_help="Tell what is wrong here, and what fixes it.")
@@ -265,6 +268,14 @@ def _store(shard: Shard, stalled_after: float) -> Iterator[Finding]:
         yield problem("store", error.message, "eventsql store adopt")
         return
     for each in subscriptions:
+        idle = each.handled_at is None or (datetime.now(UTC) - each.handled_at).total_seconds() > _DAY
+        if each.waiting and each.seconds > _DAY and idle:
+            yield warning(
+                "store",
+                f"subscription {each.name} has handled nothing for a day, and {counted(each.waiting, 'change')} "
+                f"{'waits' if each.waiting == 1 else 'wait'} for it",
+                f"start the process that runs it; if it was removed: store.unsubscribe({each.name!r})",
+            )
         if each.held_back_by is not None and each.held_back_by.seconds > stalled_after:
             yield warning(
                 "store",

@@ -130,6 +130,23 @@ def test_doctor_tells_of_failing_and_given_up_changes(run: Run, platform: EventS
     assert "mailer has given up 1 change" in found[1]["message"]
 
 
+def test_doctor_names_a_subscription_that_nobody_runs_any_more_after_a_day(run: Run, platform: EventSQL) -> None:
+    def found() -> list[dict[str, Any]]:
+        return [each for each in json.loads(run("doctor", "--json").stdout)["findings"] if each["check"] == "store"]
+
+    options = SubscriptionOptions(batch=1)
+    mailer = platform.store.subscribe("mailer", lambda _change, _connection: None, options=options, background=False)
+    assert found() == []
+    with platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.aggregate_change SET eql_created_at = now() - interval '2 days'")
+    (idle,) = found()
+    assert idle["status"] == "warning"
+    assert "mailer has handled nothing for a day, and 3 changes wait" in idle["message"]
+    assert idle["remedy"].endswith("store.unsubscribe('mailer')")
+    assert mailer.run_once().handled == 1
+    assert found() == [], "a process runs it, however old its next change is"
+
+
 def test_doctor_tells_of_a_restored_store_and_of_an_overdue_retention(run: Run, platform: EventSQL) -> None:
     views = Views(platform.database)
     views.declare(Timeline("parcels"))
