@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import importlib.util
 import os
@@ -50,6 +51,11 @@ from eventsql_orchestration.views.catalog import Views
 
 _JSON: Final[Columns] = same("check", "status", "message", "remedy")
 
+_VARIABLES: Final = ("EVENTSQL_DSN", "EVENTSQL_SCHEMA", "EVENTSQL_HOME")
+
+_ALIKE: Final = 0.9
+"""How alike a misspelt variable and a setting are at least: `EVENTSQL_DNS` is meant, and `EVENTSQL_NEW_DSN` is not."""
+
 _DAY: Final = 86_400.0
 
 
@@ -84,6 +90,7 @@ def _examine(context: CliContext, stalled_after: float) -> Iterator[Finding]:
         "settings",
         f"schema {settings.db_schema} ({context.source('schema')}), home {settings.home} ({context.source('home')})",
     )
+    yield from _misspelt()
     try:
         with open_platform(settings, migrate=False, shard=context.shard) as platform:
             if len(platform.shards) > 1:
@@ -93,6 +100,18 @@ def _examine(context: CliContext, stalled_after: float) -> Iterator[Finding]:
     except EventSQLError as error:
         yield problem("database", redact(error.message), _remedy(error, context))
     yield _java(context)
+
+
+def _misspelt() -> Iterator[Finding]:
+    """Variables that look like a setting and are none. Other programs have variables with this prefix, too."""
+    for name in sorted(os.environ):
+        meant = difflib.get_close_matches(name.upper(), _VARIABLES, 1, _ALIKE)
+        if meant and meant[0] != name.upper():
+            yield warning(
+                "settings",
+                f"the variable {name} is not a setting, and nothing reads it",
+                f"set {meant[0]} instead, or remove {name}",
+            )
 
 
 def _remedy(error: EventSQLError, context: CliContext) -> str | None:

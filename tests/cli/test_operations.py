@@ -429,6 +429,21 @@ def test_where_each_setting_comes_from_is_told(
     assert settings()[1].endswith("named by EVENTSQL_DSN")
 
 
+@pytest.mark.usefixtures("java")
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [("EVENTSQL_DNS", "EVENTSQL_DSN"), ("EVENTSQL_SCHMA", "EVENTSQL_SCHEMA"), ("EVENTSQL_NEW_DSN", None)],
+)
+def test_a_misspelt_variable_is_named(
+    run: Run, platform: EventSQL, monkeypatch: pytest.MonkeyPatch, variable: str, meant: str | None
+) -> None:
+    monkeypatch.setenv(variable, "postgresql://me:hunter2@localhost/x")
+    code, findings = diagnose(run)
+    assert code == 0
+    remedies = [each["remedy"] for each in findings["settings"] if each["status"] == "warning"]
+    assert remedies == ([] if meant is None else [f"set {meant} instead, or remove {variable}"])
+
+
 # transfer
 
 
