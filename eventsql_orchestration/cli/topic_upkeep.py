@@ -64,7 +64,8 @@ def erase(
     if not done.vacuumed:
         say(
             "former rows may stay on the disk until the next vacuum: this role does not own the tables, or an open "
-            "transaction or a standby's query sees these rows. When these have ended, run VACUUM as the tables' owner"
+            "transaction or a standby's query sees these rows. When these have ended, run VACUUM (ANALYZE) as the "
+            "tables' owner"
         )
 
 

@@ -68,8 +68,8 @@ class Erasure:
     """The events of some keys that are erased, or would be: in the log, in the buffer or staged, and dead letters.
 
     `vacuumed` is False if former versions of their rows may stay on the disk until the next vacuum: the role does not
-    own the tables, or an open transaction or a standby's query sees these rows. Let the owner run VACUUM when these
-    have ended. Another erasure vacuums only the tables that it changes.
+    own the tables, or an open transaction or a standby's query sees these rows. Let the owner run VACUUM (ANALYZE) when
+    these have ended. Another erasure vacuums only the tables that it changes.
     """
 
     topic: str

@@ -133,25 +133,29 @@ class LogEraser:
         return [each.table for each in existing if each.detaching] + detached(connection, self._schema, self._topic)
 
     def changed_tables(self, connection: Connection, ranges: Sequence[tuple[int, int]]) -> list[str]:
-        """The tables of the log that may have events of `ranges`, each `after < id <= upto`."""
+        """The tables of the log that may have events of `ranges`, each `after < id <= upto`, or statistics of them."""
         existing = segments(connection, self._schema, self._topic)
+        whole = log_form.tables(connection, self._schema, self._topic)
         if existing is None:
-            return log_form.tables(connection, self._schema, self._topic)
-        return [
+            return whole
+        changed = [
             each.table for each in existing if any(each.start <= upto and after < each.end for after, upto in ranges)
         ]  # fmt: skip
+        values = {"schema": self._schema, "tables": whole}
+        return changed + [table for (table,) in fetch_all(connection, self._queries("analyzed"), values)]
 
 
 def vacuum(connection: Connection, schema: str, tables: Iterable[str]) -> bool:
     """Remove the former versions of changed rows from tables of logs and from the tables of the platform.
 
-    Waits `VACUUM_SECONDS` for open transactions that see these versions. False if some may stay: a transaction still
-    sees them, or a table was not vacuumed (see `exchanging.vacuum`). The connection is in autocommit mode.
+    The planner's statistics have samples of the values, so they are made anew. Waits `VACUUM_SECONDS` for open
+    transactions that see these versions. False if some may stay: a transaction still sees them, or a table was not
+    vacuumed (see `exchanging.vacuum`). The connection is in autocommit mode.
     """
     changed = (*tables, *_PLATFORM)
     own = [table for table in changed if exchanging.may_vacuum(connection, schema, table)]
     seen_by_none = bool(own) and _await_snapshots(connection, LogQueries("erasing", schema))
-    vacuumed = [exchanging.vacuum(connection, schema, table) for table in own]
+    vacuumed = [exchanging.vacuum(connection, schema, table, analyze=True) for table in own]
     return seen_by_none and all(vacuumed) and len(own) == len(changed)
 
 

@@ -66,8 +66,10 @@ def may_vacuum(connection: Connection, schema: str, table: str) -> bool:
     return fetch_first(connection, Queries("exchanging", schema, room=ROOM)("may_vacuum"), name) == (True,)
 
 
-def vacuum(connection: Connection, schema: str, table: str) -> bool:
+def vacuum(connection: Connection, schema: str, table: str, *, analyze: bool = False) -> bool:
     """Free the space of a table's deleted rows, and mark its all-visible pages. The connection is in autocommit mode.
+
+    With `analyze`, the planner's statistics of the table are made anew, too.
 
     False if that is left to the server: the current role may not vacuum, another session keeps its lock for
     `VACUUM_WAIT_SECONDS`, or the session's own limits are too short.
@@ -81,7 +83,7 @@ def vacuum(connection: Connection, schema: str, table: str) -> bool:
         with connection.transaction():
             wait_at_most(connection, VACUUM_WAIT_SECONDS)
             connection.execute(queries("lock_to_vacuum", table=table))
-        connection.execute(queries("vacuum", table=table))
+        connection.execute(queries("vacuum_and_analyze" if analyze else "vacuum", table=table))
         return True
     return False
 

@@ -101,6 +101,7 @@ NOT_PREPARED = {
     ("storage/segments", "vacuum"),
     ("storage/exchanging", "lock_to_vacuum"),
     ("storage/exchanging", "vacuum"),
+    ("storage/exchanging", "vacuum_and_analyze"),
     ("storage/exchanging", "counted_by_index"),
 }
 """Statements that PREPARE does not take: other tests run them."""

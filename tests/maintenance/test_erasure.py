@@ -180,6 +180,31 @@ def test_nothing_of_the_events_is_left_in_any_table(platform: EventSQL, form: St
     assert tables_with(platform) == set()
 
 
+def test_nothing_of_the_events_is_left_in_the_statistics_of_the_planner(platform: EventSQL, form: Storage) -> None:
+    def quoting() -> set[str]:
+        """The tables whose statistics hold the secret."""
+        with platform.database.connection() as connection:
+            found = connection.execute(
+                "SELECT DISTINCT tablename FROM pg_stats WHERE schemaname = 'eventsql' AND "
+                "concat(most_common_vals::text, histogram_bounds::text, most_common_elems::text) ~ %s",
+                [SECRET.hex()],
+            ).fetchall()
+        return {table for (table,) in found}
+
+    publish(platform, *["ann"] * 30)
+    publish(platform, *["bob"] * 30, value=b"nothing")
+    platform.transfer.run_once()
+    publish(platform, "ann", "ann")
+    publish(platform, "bob", value=b"nothing")
+    with platform.database.connection() as connection:
+        # As autovacuum does, and people do for all tables.
+        connection.execute("ANALYZE")
+        log = log_form.tables(connection, "eventsql", "orders")
+    assert quoting() == {"event_buffer", segments.segment_name("orders", 0), *log}
+    assert platform.eraser.execute("orders", ["ann"]).vacuumed
+    assert quoting() == set()
+
+
 def test_a_staged_block_keeps_the_events_of_others(platform: EventSQL, form: Storage, session: Connection) -> None:
     # psycopg changes an array of bytes that it writes as text in such a session.
     session.execute(f"ALTER DATABASE {session.info.dbname} SET standard_conforming_strings TO off".encode())

@@ -81,6 +81,10 @@ ORDER BY eql_id;
 UPDATE {schema}.consumer_delivery SET eql_failure = %(failure)s
 WHERE eql_topic = %(topic)s AND eql_id = ANY (%(events)s::bigint[]) AND eql_failure <> %(failure)s;
 
+-- analyzed -- Which tables have statistics of the rows of all their partitions: somebody has analyzed them by hand.
+SELECT DISTINCT tablename::text FROM pg_stats
+WHERE schemaname = %(schema)s AND tablename = ANY (%(tables)s::text[]) AND inherited;
+
 -- changed -- A transaction that is later than all changes so far.
 SELECT pg_current_xact_id()::xid::text;
 

@@ -7,6 +7,9 @@ LOCK TABLE ONLY {schema}.{table} IN SHARE UPDATE EXCLUSIVE MODE;
 -- vacuum -- Free the space of rows that were deleted, and mark the pages that are all-visible.
 VACUUM {schema}.{table};
 
+-- vacuum_and_analyze -- As `vacuum`; then the statistics of the planner come from the rows as they are now.
+VACUUM (ANALYZE) {schema}.{table};
+
 -- options -- The properties of a table that a copy made by LIKE lacks, as actions of ALTER TABLE: its tablespace and
 -- its options.
 SELECT 'SET TABLESPACE ' || quote_ident(coalesce(space.spcname, own.spcname))
