@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import click
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.live import Live
 
-    from eventsql_orchestration.client.eventsql import EventSQL
+    from eventsql_orchestration.shards.shard import Shard
 
 
 _ORDERS: Final[dict[str, Callable[[Any], Any]]] = {
@@ -116,9 +117,10 @@ def lag(
     with context.platform() as platform:
         if not watch:
             _show(context, rows(), printed, totals=totals)
-            if topic is None and consumer is None and printed == "table" and len(platform.shards) == 1:
-                _show_subscriptions(platform)
-                _show_queues(platform)
+            if topic is None and consumer is None and printed == "table":
+                shards = [shard for shard in platform.members() if shard.down is None]
+                _show_subscriptions(shards)
+                _show_queues(shards)
         elif printed != "table" or not stdout_is_terminal():
             for refresh, shown in enumerate(_refreshes(rows, interval)):
                 _show(context, shown, printed, totals=totals, refresh=refresh)
@@ -237,26 +239,35 @@ def _show(context: CliContext, rows: list[Any], form: str, *, totals: bool, refr
         write_csv(objects, [*(["shard"] if sharded else []), *columns], header=not refresh)
 
 
-def _show_subscriptions(platform: EventSQL) -> None:
-    """The subscriptions of the event store that are behind, and why."""
-    try:
-        found = platform.store.subscriptions()
-    except PermissionDeniedError:
-        # Roles have no rights on the event store unless they were given some.
-        return
-    except RestoredStoreError as error:
-        say(error.message)
-        return
-    behind = [each for each in found if each.waiting or each.held_back or each.dead_letters]
-    if behind:
-        show(table_of(behind, _SUBSCRIPTIONS))
+def _show_subscriptions(shards: Sequence[Shard]) -> None:
+    """The subscriptions of the event stores that are behind, and why."""
+    behind: list[tuple[Shard, object]] = []
+    for shard in shards:
+        try:
+            found = lazy.Store(shard.database).subscriptions()
+        except PermissionDeniedError:
+            # Roles have no rights on the event store unless they were given some.
+            continue
+        except RestoredStoreError as error:
+            say(error.message)
+            continue
+        behind += [(shard, each) for each in found if each.waiting or each.held_back or each.dead_letters]
+    _show_by_shard(behind, _SUBSCRIPTIONS)
 
 
-def _show_queues(platform: EventSQL) -> None:
+def _show_queues(shards: Sequence[Shard]) -> None:
     """The queues that have messages or dead letters."""
-    found = [each for each in lazy.queue_lags(platform.database) if each.depth or each.dead]
+    lags = [(shard, each) for shard in shards for each in lazy.queue_lags(shard.database)]
+    waiting = [(shard, each) for shard, each in lags if each.depth or each.dead]
+    _show_by_shard(waiting, {**same("queue"), **QUEUE_COLUMNS})
+
+
+def _show_by_shard(found: Sequence[tuple[Shard, object]], columns: Columns) -> None:
+    """A table with a row for each object. The second column is its shard, if there are several."""
     if found:
-        show(table_of(found, {**same("queue"), **QUEUE_COLUMNS}))
+        first, *rest = columns
+        rows = [{**picked(each, columns), "shard": shard.name} for shard, each in found]
+        show(table_of(rows, {name: itemgetter(name) for name in (first, "shard", *rest)}))
 
 
 QUEUE_COLUMNS: Final[Columns] = {

@@ -24,8 +24,10 @@ from eventsql_orchestration.errors import (
     ShardsDifferError,
 )
 from eventsql_orchestration.maintenance.retention import Retainer
+from eventsql_orchestration.queue import Queue
 from eventsql_orchestration.settings import Settings
 from eventsql_orchestration.shards.shard_state import ShardStore
+from eventsql_orchestration.store import Change, Store
 from tests.conftest import Prepared
 from tests.shards.adding import KEYS
 from tests.shards.conftest import Databases
@@ -127,6 +129,18 @@ def test_listings_carry_the_shards_names(orders: Run) -> None:
     for command in (("lag",), ("consumer", "list"), ("consumer", "describe", "orders", "mailer"), ("shard", "list")):
         assert "shard-2" in orders(*command).stdout
     assert "shard-2" in orders("topic", "describe", "orders").stdout
+
+
+def test_lag_shows_the_subscriptions_and_queues_of_all_shards(orders: Run, dsns: list[str]) -> None:
+    with EventSQL(*dsns[:2]) as platform:
+        Queue(platform, "letters").send(b"1")
+        for shard in platform.opened():
+            store = Store(shard.database)
+            store.append("order", "1", [Change("placed", {})], expected_version="any")
+            store.subscribe("billing", lambda _change, _connection: None, background=False)
+    rows = [line.split() for line in orders("lag").stdout.splitlines()]
+    assert [row[1:3] for row in rows if row[0] == "billing"] == [["shard-1", "1"], ["shard-2", "1"]]
+    assert [row[1] in {"shard-1", "shard-2"} for row in rows if row[0] == "letters"] == [True]
 
 
 def test_consume_prints_what_all_shards_have_left(orders: Run) -> None:
