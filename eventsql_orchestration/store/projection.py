@@ -81,7 +81,10 @@ class Projections:
         self, name: str, *, start: Literal["beginning", "now"] = "beginning",
         options: SubscriptionOptions | None = None, background: bool = True,
     ) -> Subscription:  # fmt: skip
-        """Let a projection follow the store by a subscription, `projection NAME`; see `Store.subscribe`."""
+        """Let a projection follow the store by a subscription, `projection NAME`; see `Store.subscribe`.
+
+        Make it before the first rebuild, which moves it behind the changes that the rebuilt tables hold.
+        """
         each = self._named(name)
 
         def apply(change: RecordedChange, connection: Connection) -> None:
