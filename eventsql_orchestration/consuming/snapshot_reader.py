@@ -27,7 +27,7 @@ from psycopg import sql
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import CallersConnection, Connection, Database
-from eventsql_orchestration.database.queries import statement
+from eventsql_orchestration.database.queries import identifier, statement
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
 from eventsql_orchestration.database.translation import describe
 from eventsql_orchestration.errors import DatabaseError, ValidationError
@@ -109,11 +109,11 @@ class SnapshotReader:
         self._database = database
         self._table = f"{schema or database.schema}.{table}"
         self._names = {
-            "table": sql.Identifier(schema or database.schema, table),
-            "columns": sql.SQL(", ").join(sql.SQL("source.{}").format(sql.Identifier(column)) for column in columns),
+            "table": identifier(schema or database.schema, table),
+            "columns": sql.SQL(", ").join(sql.SQL("source.{}").format(identifier(column)) for column in columns),
             "comma": sql.SQL(", " if columns else ""),
-            "transaction": sql.Identifier(transaction),
-            "position": sql.Identifier(position),
+            "transaction": identifier(transaction),
+            "position": identifier(position),
         }
         self._checked = False
 
@@ -181,7 +181,7 @@ class SnapshotReader:
     def _compose(self, name: str, conditions: Mapping[str, object] = NO_CONDITIONS) -> sql.Composed:
         equal, null = sql.SQL(" AND source.{} OPERATOR(pg_catalog.=) {}"), sql.SQL(" AND source.{} IS NULL")
         only = [
-            (null if value is None else equal).format(sql.Identifier(column), sql.Placeholder(f"only_{number}"))
+            (null if value is None else equal).format(identifier(column), sql.Placeholder(f"only_{number}"))
             for number, (column, value) in enumerate(conditions.items())
         ]
         return sql.SQL(statement("snapshot_reader", name)).format(**self._names, only=sql.SQL("").join(only))

@@ -95,6 +95,11 @@ def statement(file: str, name: str) -> str:
     return _statements(file)[name]
 
 
+def identifier(*names: str) -> sql.SQL:
+    """A caller's name, with its schema or alone, for a statement with values: there, a % stands before a value."""
+    return sql.SQL(sql.Identifier(*names).as_string().replace("%", "%%"))
+
+
 class Queries:
     """The statements of one file, composed for one database schema and for further names that they contain."""
 

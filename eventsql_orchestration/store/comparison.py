@@ -10,6 +10,7 @@ from psycopg import sql
 
 from eventsql_orchestration.consuming.handlers import call_handler
 from eventsql_orchestration.database import Connection, Queries
+from eventsql_orchestration.database.queries import identifier
 from eventsql_orchestration.database.rows import fetch_all, fetch_first
 from eventsql_orchestration.errors import ProjectionError
 from eventsql_orchestration.store.projection_definition import CheckedProjection
@@ -85,9 +86,9 @@ def _compare(
     for table, column in id_columns.items():
         live, anew = (
             _ROWS.format(
-                column=sql.Identifier(column),
-                columns=sql.SQL(", ").join(map(sql.Identifier, selected[table])),
-                table=sql.Identifier(schema, table),
+                column=identifier(column),
+                columns=sql.SQL(", ").join(map(identifier, selected[table])),
+                table=identifier(schema, table),
             )
             for schema in (each.schema, _TEMPORARY)
         )

@@ -416,6 +416,20 @@ def test_a_table_that_is_not_there_is_named(database: Database, schema: str | No
         assert "migrate" not in caught.value.message
 
 
+def test_names_with_a_percent_sign_are_read(database: Database) -> None:
+    with database.connection() as connection:
+        connection.execute(
+            'CREATE TABLE eventsql."100%s" '
+            '(eql_id bigint, eql_transaction xid8 DEFAULT pg_current_xact_id(), "50%" text)'
+        )
+        connection.execute("""INSERT INTO eventsql."100%s" (eql_id, "50%") VALUES (1, 'half')""")
+    reader = SnapshotReader(database, "100%s", ["50%"])
+    (row,) = reader.read(only={"50%": "half"})
+    assert row.values == ("half",)
+    assert reader.read(row.checkpoint) == []
+    assert reader.held_back(only={"50%": "half"}) == 0
+
+
 def test_a_column_that_is_not_there_is_named(reader: SnapshotReader, database: Database) -> None:
     assert values(reader) == []
     with pytest.raises(DatabaseError, match=r"table eventsql\.change .*no_column"):

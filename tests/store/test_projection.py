@@ -486,6 +486,25 @@ def test_a_comparison_replays_up_to_the_place_of_the_subscription(store: Store, 
     assert sums(store)["2"] == (7, 1)
 
 
+def test_a_comparison_reads_names_with_a_percent_sign(store: Store) -> None:
+    class Shares(Projection):
+        name = "shares"
+        tables = ("shares in %",)
+
+        def create(self, connection: Connection) -> None:
+            connection.execute('CREATE TABLE "shares in %" ("of %s" text PRIMARY KEY, "100%" bigint NOT NULL)')
+
+        def apply(self, change: RecordedChange, connection: Connection) -> None:
+            values = [change.aggregate_id, change.data["n"]]
+            connection.execute('INSERT INTO "shares in %%" VALUES (%s, %s)', values)
+
+    projections = Projections(store, [Shares()])
+    projections.install()
+    put(store, "1", 1)
+    projections.rebuild("shares")
+    assert projections.compare("shares", {"shares in %": "of %s"}).equal
+
+
 def test_a_comparison_replays_every_change_of_a_projection_that_saves_apply(
     store: Store, projections: Projections
 ) -> None:
