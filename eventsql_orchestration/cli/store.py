@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import threading
 from collections.abc import Iterable
 from datetime import datetime
@@ -70,7 +71,7 @@ def list_aggregates(
         columns: Columns = same("id", "version", "created_at", "closed_at", "archived_at")
         context.show_items(found, as_json=as_json, json=columns, table=columns)
         if len(found) == limit:
-            say(f"there may be more: --after {found[-1].id}")
+            say(f"there may be more: --after {shlex.quote(found[-1].id)}")
 
 
 @command(store)

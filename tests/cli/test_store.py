@@ -33,7 +33,7 @@ def lines(result: Result) -> list[dict[str, Any]]:
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
-def test_it_lists_types_and_aggregates(run: Run) -> None:
+def test_it_lists_types_and_aggregates(run: Run, platform: EventSQL) -> None:
     types = json.loads(run("store", "list", "--json").stdout)
     assert types == [{"type": "order", "aggregates": 1}, {"type": "rider", "aggregates": 1}]
     (found,) = json.loads(run("store", "list", "order", "--json").stdout)
@@ -41,6 +41,8 @@ def test_it_lists_types_and_aggregates(run: Run) -> None:
     assert json.loads(run("store", "list", "order", "--after", "1", "--json").stdout) == []
     assert run("store", "list").stdout.splitlines()[1].split() == ["order", "1"]
     assert "--after 1" in run("store", "list", "order", "--limit", 1).stderr
+    platform.store.append("order", "2 a", [Change("placed", {})], expected_version=0)
+    assert "--after '2 a'" in run("store", "list", "order", "--limit", 2).stderr
 
 
 def test_it_shows_an_aggregate(run: Run) -> None:
