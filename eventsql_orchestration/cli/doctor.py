@@ -250,6 +250,21 @@ def _compressions(shard: Shard) -> Iterator[Finding]:
             )
 
 
+def _erasures(shard: Shard) -> Iterator[Finding]:
+    """Erasures that have not ended: some events of their keys may be left."""
+    topics = [topic.name for topic in shard.registry.topics()]
+    with shard.database.connection() as connection:
+        query = Queries("erasures", shard.database.schema)("unfinished")
+        rows = connection.execute(query, {"topics": topics}).fetchall()
+    for topic, keys, began in rows:
+        yield warning(
+            "erasures",
+            f"an erasure of {counted(keys, 'key')} of topic {topic} began at {timestamp(began)} and has not ended: if "
+            "no process runs it, it was interrupted, and events of these keys may be left",
+            f"{advised('topic erase', topic)} with the same keys; eventsql topic erasures {topic} shows the records",
+        )
+
+
 def _captures(shard: Shard) -> Iterator[Finding]:
     """Tables whose changes do not become events any more."""
     for capture in Captures(shard.database).list():
@@ -390,7 +405,7 @@ def _order(shard: Shard) -> Iterator[Finding]:
 
 
 _CHECKS: Final = (
-    _sequences, _blocks, _compressions, _captures, _stranded, _order, leftover_findings, consumer_findings,
+    _sequences, _blocks, _compressions, _erasures, _captures, _stranded, _order, leftover_findings, consumer_findings,
     idle_findings, unattended_findings, dead_letter_findings, _views,
 )  # fmt: skip
 

@@ -321,6 +321,26 @@ def test_a_table_whose_changes_are_not_captured_any_more_is_a_problem(
     assert """eventsql capture drop 'public."Basket"' basket_changes""" in result.stdout
 
 
+@pytest.mark.usefixtures("java")
+def test_an_interrupted_erasure_is_named_until_it_is_repeated(
+    run: Run, consumer: str, platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    publish(platform, b"1")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("eventsql_orchestration.maintenance.erasure._Run.erase", die)
+        platform.eraser.execute(TOPIC, ["42"])
+    code, findings = diagnose(run)
+    (finding,) = findings["erasures"]
+    assert (code, finding["status"]) == (0, "warning")
+    assert f"an erasure of 1 key of topic {TOPIC} began at " in finding["message"]
+    erase = finding["remedy"].split(" with ")[0].split()[1:]
+    assert run(*erase, "--key", "42", "--execute").exit_code == 0
+    assert "erasures" not in diagnose(run)[1]
+
+
 def test_a_paused_consumer_is_a_warning(run: Run, consumer: str, platform: EventSQL) -> None:
     platform.registry.pause(TOPIC, consumer)
     code, findings = diagnose(run)

@@ -30,6 +30,11 @@ WHERE (%(topic)s::text IS NULL OR eql_topic = %(topic)s) AND (%(digest)s::text I
 ORDER BY eql_started_at DESC, eql_topic, eql_key_digest
 LIMIT %(limit)s;
 
+-- unfinished -- The topics with erasures that have not ended: how many keys, and when the first erasure began.
+SELECT eql_topic, count(*), min(eql_started_at) FROM {schema}.erasure
+WHERE eql_finished_at IS NULL AND eql_topic = ANY (%(topics)s::text[])
+GROUP BY eql_topic ORDER BY eql_topic;
+
 -- prune -- Delete finished records that began before this time.
 DELETE FROM {schema}.erasure
 WHERE eql_started_at < (now() - make_interval(days => %(days)s)) AND eql_finished_at IS NOT NULL;
