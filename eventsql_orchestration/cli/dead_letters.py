@@ -74,7 +74,7 @@ def list_dead_letters(
     topic: TopicName,
     redriven: Annotated[
         bool | None,
-        option("Only redriven letters, or only others  [default: both].", "--redriven/--not-redriven", default=None),
+        option("Only redriven letters, or only open ones  [default: all].", "--redriven/--not-redriven", default=None),
     ],
     limit: Annotated[int, option("List the oldest N.", type=POSITIVE, default=100)],
     as_json: AsJson,

@@ -128,7 +128,7 @@ class ClusterDeadLetters:
         raise ShardError(f"each shard counts its dead letters of topic {topic!r} by itself: {ONE_SHARD}")
 
     def of_backfills(self, topic: str) -> dict[str, int]:
-        """The number of dead letters of `topic` that were not redriven, by the id of their backfill.
+        """The number of dead letters of `topic` that can still be redriven, by the id of their backfill.
 
         Raises `TopicNotFoundError` if the topic has no dead letter topic.
         """
@@ -140,10 +140,10 @@ class ClusterDeadLetters:
     def list(
         self, topic: str, letters: LetterFilter | None = None, *, limit: int = 100, redriven: bool | None = None
     ) -> list_of[DeadLetter]:
-        """The oldest selected dead letters of `topic`: those that were `redriven`, that were not, or all.
+        """The oldest selected dead letters of `topic`: those that were `redriven`, those that still can be, or all.
 
-        Each has its shard if there are several. Raises `TopicNotFoundError` if the topic has no dead letter topic,
-        `EventSQLError` for ids that no letter has.
+        An erased dead letter cannot be redriven. Each has its shard if there are several. Raises `TopicNotFoundError`
+        if the topic has no dead letter topic, `EventSQLError` for ids that no letter has.
         """
         if self._lone is not None:
             return self._lone.list(topic, letters, limit=limit, redriven=redriven)

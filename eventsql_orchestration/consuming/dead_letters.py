@@ -231,11 +231,13 @@ class DeadLetters:
         wanted = letters or LetterFilter()
         source = self._source(topic)
         windows = self._windows(source, wanted)
+        # An erased letter cannot be redriven any more.
+        erased = redriven is not False
         ids: list[int] = []
         with self._database.connection() as connection:
             for window in windows:
                 query, values = self._matching(
-                    source, wanted, window, limit=limit - len(ids), redriven=redriven, erased=True
+                    source, wanted, window, limit=limit - len(ids), redriven=redriven, erased=erased
                 )
                 ids += [row[0] for row in connection.execute(query, values, prepare=False)]
             return list(self._read(connection, source, ids))

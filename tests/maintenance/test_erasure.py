@@ -35,6 +35,7 @@ from eventsql_orchestration.publishing.staged_blocks import StagedBlocks
 from eventsql_orchestration.storage import erasing, exchanging, log_form, log_table, segments
 from eventsql_orchestration.storage.copy_out import range_query
 from eventsql_orchestration.storage.erasing import FAILURE, LogEraser
+from eventsql_orchestration.storage.metrics import LogMetrics
 from tests.fixtures import Sessions, Until, UntilBlocked
 from tests.waiting import PATIENCE
 
@@ -286,6 +287,20 @@ def test_dead_letters_keep_their_cause_and_lose_what_quotes_the_event(platform: 
     assert letters["ann"].metadata["dlt_exception"] == "ValueError"
     assert "dlt_message" not in letters["ann"].metadata
     assert platform.dead_letters.redrive("orders") == 1
+
+
+def test_an_erased_dead_letter_is_not_open_any_more(platform: EventSQL, form: Storage) -> None:
+    store(platform, "ann", "bob")
+    give_up(platform)
+    platform.eraser.execute("orders", ["ann"])
+    assert sorted(letter.key or "" for letter in platform.dead_letters.list("orders")) == ["ann", "bob"]
+    assert [letter.key for letter in platform.dead_letters.list("orders", redriven=False)] == ["bob"]
+    with platform.database.connection() as connection:
+        assert LogMetrics("eventsql").open_letters(connection, "orders_dlt") == 1
+    assert platform.dead_letters.redrive("orders") == 1
+    assert platform.dead_letters.list("orders", redriven=False) == []
+    with platform.database.connection() as connection:
+        assert LogMetrics("eventsql").open_letters(connection, "orders_dlt") == 0
 
 
 def test_the_failure_of_an_erased_event_is_not_shown_any_more(platform: EventSQL, form: Storage) -> None:

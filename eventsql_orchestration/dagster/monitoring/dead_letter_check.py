@@ -43,9 +43,9 @@ def build_delivered_check(
 ) -> ConsumerCheck:
     """A check `delivered` of a consumer's asset: red while a dead letter is open, or an event blocks a partition.
 
-    It is red while `<topic>_dlt` holds a dead letter of the consumer that was not redriven, and while a failed event
-    blocks one of its partitions. The result names the events with their errors, and the commands that show and redrive
-    them. A database that does not answer in time counts with its last known state.
+    It is red while `<topic>_dlt` holds a dead letter of the consumer that was neither redriven nor erased, and while a
+    failed event blocks one of its partitions. The result names the events with their errors, and the commands that show
+    and redrive them. A database that does not answer in time counts with its last known state.
     """
     description = f"Consumer {consumer.consumer.name} has no open dead letter, and no event blocks it."
     key = dg.AssetCheckKey(consumer.key, DELIVERED_CHECK)

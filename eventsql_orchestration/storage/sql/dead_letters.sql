@@ -39,10 +39,10 @@ LEFT JOIN {schema}.redriven_dead_letter r
 WHERE l.eql_id = ANY (%(ids)s::bigint[])
 ORDER BY l.eql_id;
 
--- of_backfills -- The backfills that have dead letters which were not redriven, and how many each has.
+-- of_backfills -- The backfills that have dead letters which can still be redriven, and how many each has.
 SELECT {about} ->> 'dlt_backfill', count(*)
 FROM {schema}.{event_table} l
-WHERE {about} ->> 'dlt_backfill' IS NOT NULL
+WHERE {about} ->> 'dlt_backfill' IS NOT NULL AND NOT {erased}
   AND NOT EXISTS (
       SELECT FROM {schema}.redriven_dead_letter r
       WHERE r.eql_topic = %(letters)s AND r.eql_letter_id = l.eql_id

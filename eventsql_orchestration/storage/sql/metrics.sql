@@ -1,4 +1,5 @@
 -- parts of forms
+-- parts of erasing
 
 -- readable -- The given topics whose logs exist, if the current role may read the logs.
 SELECT known.topic
@@ -78,9 +79,11 @@ SELECT own.partition, coalesce(
 )
 FROM unnest(%(partitions)s::smallint[]) AS own (partition);
 
--- open_letters -- How many of the newest `most` dead letters were not redriven.
+-- open_letters -- How many of the newest `most` dead letters can still be redriven.
 SELECT count(*)
-FROM (SELECT eql_id FROM {schema}.{event_table} ORDER BY eql_id DESC LIMIT %(most)s) letter
-WHERE NOT EXISTS (
+FROM (
+    SELECT eql_id, eql_value, eql_metadata FROM {schema}.{event_table} ORDER BY eql_id DESC LIMIT %(most)s
+) letter
+WHERE NOT {erased} AND NOT EXISTS (
     SELECT FROM {schema}.redriven_dead_letter r WHERE r.eql_topic = %(topic)s AND r.eql_letter_id = letter.eql_id
 );
