@@ -315,6 +315,24 @@ def test_letters_of_other_consumers_and_of_a_deleted_topic_do_not_count(bench: W
     )
 
 
+def test_a_letter_counts_although_its_offset_was_searched_before_a_failover(bench: Workbench) -> None:
+    bench.platform.registry.register_topic(Topic("rides_dlt"))
+    watch = Watch(bench, build_delivered_check(eager))
+    bench.publish("rides_dlt", 3)
+    assert [each.passed for each in watch.at(1_000.0)] == [True]
+
+    # As on a promoted standby that lacked these letters.
+    with bench.platform.database.connection() as connection:
+        connection.execute("DELETE FROM eventsql.rides_dlt_event")
+        connection.execute("ALTER SEQUENCE eventsql.rides_dlt_event_eql_id_seq RESTART")
+    watch.at(1_015.0)
+    poison(bench)
+    bench.platform.transfer.run_once()
+    (letter,) = bench.platform.dead_letters.list("rides")
+    assert letter.id <= 3
+    assert [each.passed for each in watch.at(1_030.0)] == [False]
+
+
 def test_many_letters_are_counted_up_to_a_limit_and_the_oldest_are_named(bench: Workbench) -> None:
     bench.platform.registry.register_topic(Topic("rides_dlt"))
     mine = {"dlt_consumer": "eager", "dlt_topic": "rides", "dlt_partition": "0", "dlt_exception": "E"}

@@ -143,13 +143,14 @@ def _open_letters(
     if source is None:
         return [], {}
     made = str(shard.registry.topic(source).created_at)
-    after = int(memory.get(_NONE_BEFORE, 0)) if memory.get(_TOPIC_MADE) == made else 0
     end = shard.reader.end(source)
+    # The log ends earlier than before if a standby that lacked its newest letters was promoted.
+    after = min(int(memory.get(_NONE_BEFORE, 0)), end) if memory.get(_TOPIC_MADE) == made else 0
     letters = shard.dead_letters.list(
         topic, LetterFilter(consumer=consumer, after=after), limit=LETTERS_SHOWN + 1, redriven=False
     )
     # Letters that arrived after `end` was read are found next time.
-    return letters, {_NONE_BEFORE: letters[0].id - 1 if letters else max(after, end), _TOPIC_MADE: made}
+    return letters, {_NONE_BEFORE: letters[0].id - 1 if letters else end, _TOPIC_MADE: made}
 
 
 def _on(shard: str | None) -> str:
