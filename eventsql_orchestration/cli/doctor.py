@@ -30,6 +30,7 @@ from eventsql_orchestration.cli.output import Columns, picked, redact, same, sho
 from eventsql_orchestration.cli.parameters import AsJson, Number, command, option
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.database import Queries
+from eventsql_orchestration.database.rows import query_all
 from eventsql_orchestration.errors import (
     ConfigurationError,
     DatabaseFullError,
@@ -332,6 +333,21 @@ def _store(shard: Shard, stalled_after: float) -> Iterator[Finding]:
             )
 
 
+def _projections(shard: Shard) -> Iterator[Finding]:
+    """Rebuilds of projections that have not ended."""
+    try:
+        rebuilds = query_all(shard.database, Queries("projections", shard.database.schema)("progress"), prepare=False)
+    except PermissionDeniedError:
+        return
+    for name, applied, began in rebuilds:
+        yield warning(
+            "store",
+            f"a rebuild of projection {name} began at {timestamp(began)}, applied {counted(applied, 'change')} and has "
+            "not ended: if no process runs it, it was killed, and its tables take room",
+            f"projections.rebuild({name!r}) goes on with it, and projections.give_up({name!r}) drops it",
+        )
+
+
 def _queues(shard: Shard, stalled_after: float) -> Iterator[Finding]:
     """Queues whose messages nobody receives, and queues that have given messages up."""
     for each in queue_lags(shard.database):
@@ -406,7 +422,7 @@ def _order(shard: Shard) -> Iterator[Finding]:
 
 _CHECKS: Final = (
     _sequences, _blocks, _compressions, _erasures, _captures, _stranded, _order, leftover_findings, consumer_findings,
-    idle_findings, unattended_findings, dead_letter_findings, _views,
+    idle_findings, unattended_findings, dead_letter_findings, _views, _projections,
 )  # fmt: skip
 
 

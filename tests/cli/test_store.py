@@ -13,7 +13,7 @@ import pytest
 from click.testing import Result
 
 from eventsql_orchestration import Connection, Consumer, Event, EventSQL, Topic
-from eventsql_orchestration.store import Change, RecordedChange, SubscriptionOptions
+from eventsql_orchestration.store import Change, Projection, Projections, RecordedChange, SubscriptionOptions
 from eventsql_orchestration.views import Timeline, ViewFeed, Views
 from tests.cli.conftest import Run
 from tests.store.test_order import restored
@@ -184,6 +184,32 @@ def test_a_closed_aggregate_is_archived_and_moved_back(run: Run, platform: Event
     assert "1 aggregate " in run("store", "archive", "rider", "--closed-before", "0s").stderr
     for wrong in ((), ("1", "--closed-before", "1d")):
         assert run("store", "archive", "order", *wrong).exit_code == 2
+
+
+def test_doctor_shows_an_interrupted_rebuild_of_a_projection_until_it_is_given_up(run: Run, platform: EventSQL) -> None:
+    class Broken(Projection):
+        name, tables = "broken", ("broken",)
+
+        def create(self, connection: Connection) -> None:
+            connection.execute("CREATE TABLE broken ()")
+
+        def apply(self, change: RecordedChange, connection: Connection) -> None:
+            if change.version == 2:
+                raise ValueError("out of paper")
+
+    def found() -> list[dict[str, Any]]:
+        return [each for each in json.loads(run("doctor", "--json").stdout)["findings"] if each["check"] == "store"]
+
+    projections = Projections(platform.store, [Broken()])
+    assert found() == []
+    with pytest.raises(ValueError, match="out of paper"):
+        projections.rebuild("broken", batch=1)
+    (finding,) = found()
+    assert finding["status"] == "warning"
+    assert "a rebuild of projection broken began at " in finding["message"]
+    assert "applied 1 change and has not ended" in finding["message"]
+    projections.give_up("broken")
+    assert found() == []
 
 
 def test_doctor_shows_a_killed_rebuild_of_a_view_until_it_is_given_up(run: Run, platform: EventSQL) -> None:
