@@ -18,7 +18,9 @@ import eventsql_orchestration
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.cli import main
 from eventsql_orchestration.dagster import topic_key
+from eventsql_orchestration.database import Connection
 from eventsql_orchestration.queue import QueueDepth
+from eventsql_orchestration.store import Change, RecordedChange, SubscriptionOptions
 from tests.documents import DAGSTER, REPOSITORY, examples, play
 from tests.shards.conftest import Databases, databases
 from tests.views.conftest import SKETCHES
@@ -238,6 +240,34 @@ def test_the_example_of_a_projection_counts_what_is_stored(dsn: str) -> None:
     assert play(examples(EVENT_STORE)[3], localhost=dsn)["applied"] == 2
     with psycopg.connect(dsn) as connection:
         assert connection.execute("SELECT * FROM public.payment").fetchall() == [("44", 2)]
+
+
+def test_the_example_of_an_erased_aggregate_leaves_the_others_in_their_order(dsn: str, platform: EventSQL) -> None:
+    def fail(change: RecordedChange, _connection: Connection) -> None:
+        if change.aggregate_id == "4711":
+            raise ValueError("no such address")
+
+    store = platform.store
+    for customer in ("1", "4711", "archived"):
+        store.append("customer", customer, [Change("joined", {"id": customer})], expected_version=0)
+    store.save_snapshot("customer", "4711", 1, {"id": "4711"})
+    store.close_stream("customer", "archived")
+    store.archive_stream("customer", "archived")
+    subscription = store.subscribe("mailer", fail, options=SubscriptionOptions(max_attempts=1), background=False)
+    while subscription.run_once().more:
+        pass
+    assert [letter.aggregate_id for letter in store.dead_letters("mailer")] == ["4711"]
+
+    rows = play(examples(EVENT_STORE)[6], localhost=dsn)["ROWS"]
+    with platform.database.connection() as connection:
+        for table, name in rows.items():
+            connection.execute(f"DELETE FROM eventsql.{table} WHERE {name} = 'archived'".encode())
+            assert connection.execute(f"SELECT FROM eventsql.{table} WHERE {name} <> '1'".encode()).fetchall() == []
+    assert store.dead_letters("mailer") == []
+    assert store.append("customer", "4711", [Change("joined", {})], expected_version="none") == 1
+    assert [(each.aggregate_id, each.version) for each in store.read_all()] == [("1", 1), ("4711", 1)]
+    (lag,) = store.subscriptions()
+    assert lag.waiting == 1
 
 
 def test_the_example_of_views_finds_what_was_published(dsn: str) -> None:
