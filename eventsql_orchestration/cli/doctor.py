@@ -10,7 +10,6 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import UTC, datetime
 from typing import Annotated, Final
 
 import click
@@ -25,19 +24,18 @@ from eventsql_orchestration.cli.doctor_consumers import (
     unattended_findings,
 )
 from eventsql_orchestration.cli.doctor_database import rights_findings, schema_finding, server_finding
+from eventsql_orchestration.cli.doctor_store import projection_findings, store_findings, view_findings
 from eventsql_orchestration.cli.findings import Finding, Status, ok, problem, warning
 from eventsql_orchestration.cli.output import Columns, picked, redact, same, show_items, timestamp, write_json
 from eventsql_orchestration.cli.parameters import AsJson, Number, command, option
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.database import Queries
-from eventsql_orchestration.database.rows import query_all
 from eventsql_orchestration.errors import (
     ConfigurationError,
     DatabaseFullError,
     DatabaseUnavailableError,
     EventSQLError,
     PermissionDeniedError,
-    RestoredStoreError,
     ShardsDifferError,
 )
 from eventsql_orchestration.queue.lag import queue_lags
@@ -46,9 +44,7 @@ from eventsql_orchestration.spark.java import find_java
 from eventsql_orchestration.storage import sequences
 from eventsql_orchestration.storage.legacy_writer_trigger import order, stranded
 from eventsql_orchestration.storage.log_table import broken_blocks
-from eventsql_orchestration.store.store import Store
 from eventsql_orchestration.validation import advised, counted
-from eventsql_orchestration.views.catalog import Views
 
 _JSON: Final[Columns] = same("check", "status", "message", "remedy")
 
@@ -56,8 +52,6 @@ _VARIABLES: Final = ("EVENTSQL_DSN", "EVENTSQL_SCHEMA", "EVENTSQL_HOME")
 
 _ALIKE: Final = 0.9
 """How alike a misspelt variable and a setting are at least: `EVENTSQL_DNS` is meant, and `EVENTSQL_NEW_DSN` is not."""
-
-_DAY: Final = 86_400.0
 
 
 @command(short_help="Tell what is wrong here, and what fixes it.")
@@ -188,7 +182,7 @@ def _database(context: CliContext, shard: Shard, stalled_after: float) -> Iterat
         yield from _transfer(shard, stalled_after)
         for check in _CHECKS:
             yield from check(shard)
-        yield from _store(shard, stalled_after)
+        yield from store_findings(shard, stalled_after)
         yield from _queues(shard, stalled_after)
 
 
@@ -292,62 +286,6 @@ def _captures(shard: Shard) -> Iterator[Finding]:
             )
 
 
-def _store(shard: Shard, stalled_after: float) -> Iterator[Finding]:
-    """An event store of another server, and subscriptions that stand still."""
-    try:
-        subscriptions = Store(shard.database).subscriptions()
-    except PermissionDeniedError:
-        # Roles have no rights on the event store unless they were given some.
-        return
-    except RestoredStoreError as error:
-        yield problem("store", error.message, "eventsql store adopt")
-        return
-    for each in subscriptions:
-        idle = each.handled_at is None or (datetime.now(UTC) - each.handled_at).total_seconds() > _DAY
-        if each.waiting and each.seconds > _DAY and idle:
-            yield warning(
-                "store",
-                f"subscription {each.name} has handled nothing for a day, and {counted(each.waiting, 'change')} "
-                f"{'waits' if each.waiting == 1 else 'wait'} for it",
-                f"start the process that runs it; if it was removed: store.unsubscribe({each.name!r})",
-            )
-        if each.held_back_by is not None and each.held_back_by.seconds > stalled_after:
-            yield warning(
-                "store",
-                f"subscription {each.name} waits with {counted(each.held_back, 'change')} for "
-                f"{each.held_back_by.description}, whose transaction is open for {each.held_back_by.seconds:.0f} s",
-                "end that transaction; pg_terminate_backend(pid) ends a process",
-            )
-        if each.attempts:
-            yield warning(
-                "store",
-                f"subscription {each.name} has failed {counted(each.attempts, 'time')} at its next change: "
-                f"{each.failure}",
-                "correct its handler; the change is tried again by itself",
-            )
-        if each.dead_letters:
-            yield warning(
-                "store",
-                f"subscription {each.name} has given up {counted(each.dead_letters, 'change')}",
-                "correct its handler, and call subscription.redrive(); store.dead_letters(name) shows them",
-            )
-
-
-def _projections(shard: Shard) -> Iterator[Finding]:
-    """Rebuilds of projections that have not ended."""
-    try:
-        rebuilds = query_all(shard.database, Queries("projections", shard.database.schema)("progress"), prepare=False)
-    except PermissionDeniedError:
-        return
-    for name, applied, began in rebuilds:
-        yield warning(
-            "store",
-            f"a rebuild of projection {name} began at {timestamp(began)}, applied {counted(applied, 'change')} and has "
-            "not ended: if no process runs it, it was killed, and its tables take room",
-            f"projections.rebuild({name!r}) goes on with it, and projections.give_up({name!r}) drops it",
-        )
-
-
 def _queues(shard: Shard, stalled_after: float) -> Iterator[Finding]:
     """Queues whose messages nobody receives, and queues that have given messages up."""
     for each in queue_lags(shard.database):
@@ -363,28 +301,6 @@ def _queues(shard: Shard, stalled_after: float) -> Iterator[Finding]:
                 f"queue {each.queue} has {counted(each.dead, 'dead letter')}",
                 f"correct the handler, and then: {advised('queue redrive', each.queue)}",
             )
-
-
-def _views(shard: Shard) -> Iterator[Finding]:
-    """Views whose retention nobody applies, and rebuilds that have not ended."""
-    views = Views(shard.database)
-    try:
-        overdue, rebuilds = views.overdue(), views.unfinished_rebuilds()
-    except PermissionDeniedError:
-        return
-    for name, began in rebuilds.items():
-        yield warning(
-            "views",
-            f"a rebuild of view {name} began at {timestamp(began)} and has not ended: if no process runs it, it was "
-            "killed, and its table takes room",
-            advised("view give-up", name),
-        )
-    for name, partitions in overdue.items():
-        yield warning(
-            "views",
-            f"{counted(partitions, 'partition')} of view {name} should have been dropped a day ago or earlier",
-            "eventsql view retain, once a day",
-        )
 
 
 def _stranded(shard: Shard) -> Iterator[Finding]:
@@ -422,7 +338,7 @@ def _order(shard: Shard) -> Iterator[Finding]:
 
 _CHECKS: Final = (
     _sequences, _blocks, _compressions, _erasures, _captures, _stranded, _order, leftover_findings, consumer_findings,
-    idle_findings, unattended_findings, dead_letter_findings, _views, _projections,
+    idle_findings, unattended_findings, dead_letter_findings, view_findings, projection_findings,
 )  # fmt: skip
 
 

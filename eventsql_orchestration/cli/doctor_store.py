@@ -1,0 +1,97 @@
+"""Findings of `eventsql doctor` about the event store, its projections, and views."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Final
+
+from eventsql_orchestration.cli.findings import Finding, problem, warning
+from eventsql_orchestration.cli.output import timestamp
+from eventsql_orchestration.database import Queries
+from eventsql_orchestration.database.rows import query_all
+from eventsql_orchestration.errors import PermissionDeniedError, RestoredStoreError
+from eventsql_orchestration.shards.shard import Shard
+from eventsql_orchestration.store.store import Store
+from eventsql_orchestration.validation import advised, counted
+from eventsql_orchestration.views.catalog import Views
+
+_DAY: Final = 86_400.0
+
+
+def store_findings(shard: Shard, stalled_after: float) -> Iterator[Finding]:
+    """An event store of another server, and subscriptions that stand still."""
+    try:
+        subscriptions = Store(shard.database).subscriptions()
+    except PermissionDeniedError:
+        # Roles have no rights on the event store unless they were given some.
+        return
+    except RestoredStoreError as error:
+        yield problem("store", error.message, "eventsql store adopt")
+        return
+    for each in subscriptions:
+        idle = each.handled_at is None or (datetime.now(UTC) - each.handled_at).total_seconds() > _DAY
+        if each.waiting and each.seconds > _DAY and idle:
+            yield warning(
+                "store",
+                f"subscription {each.name} has handled nothing for a day, and {counted(each.waiting, 'change')} "
+                f"{'waits' if each.waiting == 1 else 'wait'} for it",
+                f"start the process that runs it; if it was removed: store.unsubscribe({each.name!r})",
+            )
+        if each.held_back_by is not None and each.held_back_by.seconds > stalled_after:
+            yield warning(
+                "store",
+                f"subscription {each.name} waits with {counted(each.held_back, 'change')} for "
+                f"{each.held_back_by.description}, whose transaction is open for {each.held_back_by.seconds:.0f} s",
+                "end that transaction; pg_terminate_backend(pid) ends a process",
+            )
+        if each.attempts:
+            yield warning(
+                "store",
+                f"subscription {each.name} has failed {counted(each.attempts, 'time')} at its next change: "
+                f"{each.failure}",
+                "correct its handler; the change is tried again by itself",
+            )
+        if each.dead_letters:
+            yield warning(
+                "store",
+                f"subscription {each.name} has given up {counted(each.dead_letters, 'change')}",
+                "correct its handler, and call subscription.redrive(); store.dead_letters(name) shows them",
+            )
+
+
+def projection_findings(shard: Shard) -> Iterator[Finding]:
+    """Rebuilds of projections that have not ended."""
+    try:
+        rebuilds = query_all(shard.database, Queries("projections", shard.database.schema)("progress"), prepare=False)
+    except PermissionDeniedError:
+        return
+    for name, applied, began in rebuilds:
+        yield warning(
+            "store",
+            f"a rebuild of projection {name} began at {timestamp(began)}, applied {counted(applied, 'change')} and has "
+            "not ended: if no process runs it, it was killed, and its tables take room",
+            f"projections.rebuild({name!r}) goes on with it, and projections.give_up({name!r}) drops it",
+        )
+
+
+def view_findings(shard: Shard) -> Iterator[Finding]:
+    """Views whose retention nobody applies, and rebuilds that have not ended."""
+    views = Views(shard.database)
+    try:
+        overdue, rebuilds = views.overdue(), views.unfinished_rebuilds()
+    except PermissionDeniedError:
+        return
+    for name, began in rebuilds.items():
+        yield warning(
+            "views",
+            f"a rebuild of view {name} began at {timestamp(began)} and has not ended: if no process runs it, it was "
+            "killed, and its table takes room",
+            advised("view give-up", name),
+        )
+    for name, partitions in overdue.items():
+        yield warning(
+            "views",
+            f"{counted(partitions, 'partition')} of view {name} should have been dropped a day ago or earlier",
+            "eventsql view retain, once a day",
+        )
