@@ -15,6 +15,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Final, Protocol, runtime_checkable
 
+import psycopg
 from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 
@@ -302,6 +303,10 @@ class Publisher:
         if redefined := [name for (name,) in fetch_all(connection, self._queries("redefined_topics"), known)]:
             for name in redefined:
                 self._registry.forget(name)
+            if joined:
+                # The batch is written. If the caller published it again and committed, it would be there twice.
+                with suppress(psycopg.Error):
+                    connection.execute(self._queries("abort"))
             raise _redefined(redefined)
 
     @contextmanager
@@ -324,4 +329,6 @@ def check_many(publications: object) -> None:
 
 def _redefined(topics: list[str]) -> RedefinitionError:
     names = ", ".join(topics)
-    return RedefinitionError(f"topic {names} was redefined meanwhile, and nothing was published: publish again")
+    return RedefinitionError(
+        f"topic {names} was redefined meanwhile, and nothing was published: publish again, in a new transaction"
+    )

@@ -224,6 +224,20 @@ def test_a_batch_that_cannot_be_read_again_is_refused_once(
     assert platform.publisher.publish_all(publications, connection=mine) == len(publications)
 
 
+def test_a_refused_batch_is_not_published_twice_by_a_caller_who_publishes_it_again_in_the_same_transaction(
+    platform: EventSQL, elsewhere: EventSQL, sessions: Sessions
+) -> None:
+    remember(platform)
+    elsewhere.registry.register_topic(Topic("orders", 2))
+    mine = sessions()
+    with pytest.raises(RedefinitionError):
+        platform.publisher.publish_all(numbered(5), connection=mine)
+    with pytest.raises(ValidationError):
+        platform.publisher.publish_all(numbered(5), connection=mine)
+    mine.commit()
+    assert published(platform) == []
+
+
 @pytest.mark.parametrize("one", [True, False], ids=["publish", "publish_all"])
 def test_a_publication_that_comes_during_a_redefinition_waits_and_goes_by_the_new_one(
     platform: EventSQL, sessions: Sessions, until_blocked: UntilBlocked, one: bool

@@ -55,6 +55,9 @@ WHERE NOT EXISTS (
 SELECT name FROM {schema}.hold_topics(%(topics)s::text[])
 WHERE current_setting('transaction_isolation') <> 'read committed';
 
+-- abort -- Fail, so that the transaction can only be rolled back.
+SELECT 1 / 0;
+
 -- topic_exists -- Whether there is a topic of this name.
 SELECT EXISTS (SELECT FROM {schema}.topic WHERE eql_name = %(topic)s);
 
