@@ -156,6 +156,8 @@ class DeadLetters:
         """See `ClusterDeadLetters.redrive`."""
         wanted = letters or LetterFilter()
         target, source = self._registry.topic(topic), self._source(topic)
+        # The publisher may still know the definition from before a change by another process.
+        self._registry.forget(topic)
         with self._database.connection() as connection:
             connection.execute(self._letters("prune_former", topic=source), {"letters": source}, prepare=False)
         total, most = 0, BATCH

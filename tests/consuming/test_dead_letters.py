@@ -275,6 +275,17 @@ def test_in_a_topic_that_was_made_anew_the_key_decides(platform: EventSQL) -> No
     assert len({(event.key, event.partition) for event in events}) == 3
 
 
+def test_letters_are_redriven_though_another_process_has_just_changed_the_partitions(
+    platform: EventSQL, dsn: str
+) -> None:
+    platform.registry.cached_topic("orders")
+    with EventSQL(dsn, transfer=False) as other:
+        other.repartitioner.repartition("orders", 5)
+    assert platform.dead_letters.redrive("orders") == 7
+    events = redriven(platform)
+    assert [event.partition for event in events] == [partition_of_key(str(event.key), 5) for event in events]
+
+
 def test_letters_of_several_batches_keep_their_order(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BATCH", 2)
     assert platform.dead_letters.redrive("orders", LetterFilter(ids=[1, 2, 3, 5, 6, 7])) == 6
