@@ -70,7 +70,7 @@ def change_compression(database: Database, name: str, compression: Compression, 
 
 def _retried(name: str, what: str, timeout: float, attempt: Callable[[], bool]) -> bool:
     def message(error: DatabaseBusyError) -> str:
-        return f"topic {name!r} keeps its {what}, because transactions that read or write it do not end: {error}"
+        return f"topic {name!r} keeps its {what}, because it is in use: {error}"
 
     return while_busy(attempt, seconds=timeout, message=message)
 

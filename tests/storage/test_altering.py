@@ -246,7 +246,7 @@ def test_a_change_waits_for_readers_no_longer_than_it_says(platform: EventSQL, d
     publish(platform, 0, 10)
     with psycopg.connect(dsn) as reading:
         reading.execute("SELECT count(*) FROM eventsql.orders_event")
-        with pytest.raises(DatabaseBusyError):
+        with pytest.raises(DatabaseBusyError, match="keeps its form, because it is in use: "):
             platform.registry.set_storage("orders", OTHER[storage], timeout=0)
         assert platform.registry.topic("orders").storage == storage
         publish(platform, 10, 10)
