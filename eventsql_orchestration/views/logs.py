@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, Final
@@ -26,7 +26,7 @@ from eventsql_orchestration.validation import (
 from eventsql_orchestration.views.definitions import Logs
 from eventsql_orchestration.views.following import LogFollower
 from eventsql_orchestration.views.log_values import LogEntry, LogLine
-from eventsql_orchestration.views.partitions import NO_TENANT, ViewTable, check_tenant, sent
+from eventsql_orchestration.views.partitions import NO_TENANT, ViewTable, check_tenant, sent, tenants_of
 
 _COLUMNS: Final = sql.SQL(
     "eql_id AS id, eql_resource AS resource, eql_level AS level, eql_line AS line, eql_attributes AS attributes, "
@@ -48,30 +48,34 @@ class LogsView:
         self._schema = database.schema
         self._table = ViewTable(database, definition)
 
-    def write(self, connection: CallersConnection, entries: Iterable[LogEntry], *, tenant: str = NO_TENANT) -> int:
+    def write(
+        self, connection: CallersConnection, entries: Iterable[LogEntry], *, tenant: str | Sequence[str] = NO_TENANT
+    ) -> int:
         """Write lines in the caller's transaction, with one statement. Gives the number stored.
+
+        `tenant` is the tenant of all lines, or a list with the tenant of each.
 
         Lines older than the logs' retention are left out. Raises `ValidationError`, with no line written, for values
         that cannot be stored, and `ViewNotFoundError` before the logs are declared.
         """
-        check_tenant(tenant)
         rows = []
         for entry in entries:
             check_kind("a line of logs", entry, LogEntry)
             rows.append((entry.resource, entry.level, entry.line, entry.encoded(), entry.written_at))
+        tenants = tenants_of(tenant, len(rows))
         with self._table.writing(connection) as joined:
             oldest = self._table.kept_after(joined)
-            rows = [row for row in rows if oldest is None or row[-1] > oldest]
-            if not rows:
+            kept = [(of, *row) for of, row in zip(tenants, rows, strict=True) if oldest is None or row[-1] > oldest]
+            if not kept:
                 return 0
-            resources, levels, lines, attributes, times = (list(column) for column in zip(*rows, strict=True))
+            tenants, resources, levels, lines, attributes, times = (list(column) for column in zip(*kept, strict=True))
             self._table.make_partitions(joined, times)
             values = {
-                "tenant": tenant, "resources": resources, "levels": levels, "lines": lines, "attributes": attributes,
-                "written_at": times,
+                "tenants": tenants, "resources": resources, "levels": levels, "lines": lines,
+                "attributes": attributes, "written_at": times,
             }  # fmt: skip
             joined.execute(self._table.query("write_log"), values, prepare=False)
-        return len(rows)
+        return len(kept)
 
     def search(
         self, *, resource: str | None = None, level: str | None = None, attributes: Mapping[str, Any] | None = None,

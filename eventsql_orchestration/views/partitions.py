@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Any, Final
@@ -120,3 +120,14 @@ def sent(statement: sql.Composable) -> bytes:
 def check_tenant(tenant: str) -> str:
     """Return `tenant`, or raise `InvalidNameError`: a name, or `NO_TENANT`."""
     return tenant if tenant == NO_TENANT else check_name("tenant", tenant)
+
+
+def tenants_of(tenant: str | Sequence[str], count: int) -> list[str]:
+    """The tenant of each of `count` entries: one for all, or one for each. Raises `ValidationError`."""
+    if isinstance(tenant, str):
+        return [check_tenant(tenant)] * count
+    if len(tenant) != count:
+        raise ValidationError(
+            f"{len(tenant)} tenants do not fit {count} entries: give one text for all entries, or a tenant for each"
+        )
+    return list(map(check_tenant, tenant))

@@ -27,8 +27,8 @@ def addition(rollup: Rollup, schema: str) -> bytes:
               "max": "greatest(held.{0}, EXCLUDED.{0})"}  # fmt: skip
     statement = sql.SQL(
         "INSERT INTO {table} AS held ({columns}) "
-        "SELECT %(tenant)s, added.bucket, %(slot)s, {taken} "
-        "FROM {arrays} WITH ORDINALITY AS added (bucket, {names}, place) ORDER BY added.place "
+        "SELECT added.tenant, added.bucket, %(slot)s, {taken} "
+        "FROM {arrays} WITH ORDINALITY AS added (tenant, bucket, {names}, place) ORDER BY added.place "
         "ON CONFLICT ({key}) DO UPDATE SET {set}{returning}"
     ).format(
         table=sql.Identifier(schema, rollup.table),
@@ -40,8 +40,9 @@ def addition(rollup: Rollup, schema: str) -> bytes:
             *(f"added.{kind}_{place}" for kind, place, _ in measures),
         ),
         arrays=sql.SQL("unnest({})").format(_list(
-            "%(buckets)s::timestamptz[]", *(f"%(dimension_{place})s::text[]" for place in range(len(dimensions))),
-            "%(counts)s::bigint[]", *(f"%({kind}_{place})s::numeric[]" for kind, place, _ in measures),
+            "%(tenants)s::text[]", "%(buckets)s::timestamptz[]",
+            *(f"%(dimension_{place})s::text[]" for place in range(len(dimensions))), "%(counts)s::bigint[]",
+            *(f"%({kind}_{place})s::numeric[]" for kind, place, _ in measures),
         )),
         names=_list(
             *(f"dimension_{place}" for place in range(len(dimensions))), "count",
@@ -54,7 +55,10 @@ def addition(rollup: Rollup, schema: str) -> bytes:
         ),
         # A new bucket has no sketches yet.
         returning=sql.SQL(" RETURNING {}").format(
-            _list(*(sql.SQL("held.{}").format(name) for name in (sql.Identifier("eql_bucket"), *dimensions, *sketches)))
+            _list(
+                "held.eql_tenant", "held.eql_bucket",
+                *(sql.SQL("held.{}").format(name) for name in (*dimensions, *sketches)),
+            )
         ) if sketches else sql.SQL(""),
     )  # fmt: skip
     return sent(statement)
@@ -97,18 +101,18 @@ def merging(rollup: Rollup, schema: str) -> bytes:
     dimensions = [(f"dimension_{place}", sql.Identifier(name)) for place, name in enumerate(rollup.dimensions)]
     sketches = [(f"sketch_{place}", sql.Identifier(name)) for place, name in enumerate(rollup.sketches)]
     conditions: list[sql.Composable] = [
-        sql.SQL("held.eql_tenant = %(tenant)s"), sql.SQL("held.eql_slot = %(slot)s"),
+        sql.SQL("held.eql_tenant = merged.tenant"), sql.SQL("held.eql_slot = %(slot)s"),
         sql.SQL("held.eql_bucket = merged.bucket"),
         sql.SQL("held.eql_bucket >= %(first)s::timestamptz"), sql.SQL("held.eql_bucket <= %(last)s::timestamptz"),
         *(sql.SQL("held.{} = " + f"merged.{name}").format(column) for name, column in dimensions),
     ]  # fmt: skip
     statement = sql.SQL(
-        "UPDATE {table} AS held SET {set} FROM {arrays} AS merged (bucket, {names}) WHERE {conditions}"
+        "UPDATE {table} AS held SET {set} FROM {arrays} AS merged (tenant, bucket, {names}) WHERE {conditions}"
     ).format(
         table=sql.Identifier(schema, rollup.table),
         set=_list(*(sql.SQL("{} = " + f"merged.{name}").format(column) for name, column in sketches)),
         arrays=sql.SQL("unnest({})").format(_list(
-            "%(buckets)s::timestamptz[]", *(f"%({name})s::text[]" for name, _ in dimensions),
+            "%(tenants)s::text[]", "%(buckets)s::timestamptz[]", *(f"%({name})s::text[]" for name, _ in dimensions),
             # psycopg escapes bytes in a text for a session without standard_conforming_strings, and so changes them.
             *(f"%({name})b::bytea[]" for name, _ in sketches),
         )),

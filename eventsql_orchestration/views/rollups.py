@@ -17,7 +17,7 @@ from eventsql_orchestration.database import CallersConnection, Connection, Datab
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.validation import check_kind, check_range, check_text, check_time, check_whole, shown
 from eventsql_orchestration.views.definitions import Rollup, floor
-from eventsql_orchestration.views.partitions import NO_TENANT, ViewTable, check_tenant
+from eventsql_orchestration.views.partitions import NO_TENANT, ViewTable, check_tenant, tenants_of
 from eventsql_orchestration.views.rollup_sql import addition, merging, selection
 from eventsql_orchestration.views.sketches import (
     Distinct,
@@ -43,8 +43,8 @@ _FEW_BITS: Final = 64
 _EXACT: Final = Context(prec=3 * _MAX_DIGITS, traps=[Inexact])
 """Adds numbers without rounding: Python's own context keeps 28 digits."""
 
-_Added: TypeAlias = "dict[tuple[datetime, tuple[str, ...]], _Sums]"
-"""The numbers that a call adds, by bucket and dimensions."""
+_Added: TypeAlias = "dict[tuple[str, datetime, tuple[str, ...]], _Sums]"
+"""The numbers that a call adds, by tenant, bucket and dimensions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +124,12 @@ class RollupView:
         self._table = ViewTable(database, definition)
 
     def add(
-        self, connection: CallersConnection, entries: Iterable[RollupEntry], *, slot: int = 0, tenant: str = NO_TENANT
-    ) -> int:
+        self, connection: CallersConnection, entries: Iterable[RollupEntry],
+        *, slot: int = 0, tenant: str | Sequence[str] = NO_TENANT,
+    ) -> int:  # fmt: skip
         """Count entries in the caller's transaction, with one statement. Gives the number counted.
+
+        `tenant` is the tenant of all entries, or a list with the tenant of each.
 
         Entries older than the rollup's retention are left out. A bucket stays locked until the transaction ends, so
         handlers that run side by side wait for each other if they share a bucket. If each handler has its own `slot`, 0
@@ -135,27 +138,29 @@ class RollupView:
         Transactions with one call each cannot deadlock; transactions with several calls can. Raises `ValidationError`,
         with nothing counted, for entries that cannot be stored, and `ViewNotFoundError` before the rollup is declared.
         """
-        check_tenant(tenant)
         check_whole("slot", slot, least=0, most=MAX_SLOT)
-        checked = [(entry.at, *self._columns(entry)) for entry in entries]
+        columns = [(entry.at, *self._columns(entry)) for entry in entries]
+        checked = list(zip(tenants_of(tenant, len(columns)), columns, strict=True))
         with self._table.writing(connection) as joined:
             oldest = self._table.kept_after(joined)
-            added = self._summed(each for each in checked if oldest is None or each[0] > oldest)
+            added = self._summed(each for each in checked if oldest is None or each[1][0] > oldest)
             if added:
-                self._table.make_partitions(joined, (bucket for bucket, _ in added))
-                self._write(joined, added, tenant, slot)
+                self._table.make_partitions(joined, (bucket for _, bucket, _ in added))
+                self._write(joined, added, slot)
         return sum(sums.count for sums in added.values())
 
-    def _summed(self, entries: Iterable[tuple[datetime, tuple[str, ...], list[Decimal], list[str]]]) -> _Added:
-        """What entries add to each bucket."""
+    def _summed(
+        self, entries: Iterable[tuple[str, tuple[datetime, tuple[str, ...], list[Decimal], list[str]]]]
+    ) -> _Added:
+        """What entries of tenants add to each bucket."""
         by_bucket = defaultdict(list)
-        for at, dimensions, numbers, texts in entries:
-            by_bucket[floor(at, self.definition.grain), dimensions].append((numbers, texts))
+        for tenant, (at, dimensions, numbers, texts) in entries:
+            by_bucket[tenant, floor(at, self.definition.grain), dimensions].append((numbers, texts))
         return {key: _Sums(self.definition, found) for key, found in by_bucket.items()}
 
-    def _write(self, joined: Connection, added: _Added, tenant: str, slot: int) -> None:
+    def _write(self, joined: Connection, added: _Added, slot: int) -> None:
         rollup = self.definition
-        values = self._values(added, tenant, slot)
+        values = self._values(added, slot)
         if not rollup.sketches:
             joined.execute(addition(rollup, self._schema), values, prepare=False)
             return
@@ -164,8 +169,8 @@ class RollupView:
         # The buckets are locked from here on, so nobody else merges sketches into them.
         cursor = joined.cursor(row_factory=tuple_row)
         rows = cursor.execute(addition(rollup, self._schema), values, binary=True, prepare=False).fetchall()
-        width = 1 + len(rollup.dimensions)
-        held = {(row[0], tuple(row[1:width])): row[width:] for row in rows}
+        width = 2 + len(rollup.dimensions)
+        held = {(row[0], row[1], tuple(row[2:width])): row[width:] for row in rows}
         merges = [merge_distinct] * len(rollup.distinct) + [merge_quantiles] * len(rollup.quantiles)
         merged = [
             [
@@ -175,19 +180,19 @@ class RollupView:
             for key in sorted(added)
         ]
         sketches = {f"sketch_{place}": list(column) for place, column in enumerate(zip(*merged, strict=True))}
-        bounds = {"first": values["buckets"][0], "last": values["buckets"][-1]}
+        bounds = {"first": min(values["buckets"]), "last": max(values["buckets"])}
         joined.execute(merging(rollup, self._schema), values | sketches | bounds, prepare=False)
 
-    def _values(self, added: _Added, tenant: str, slot: int) -> dict[str, Any]:
+    def _values(self, added: _Added, slot: int) -> dict[str, Any]:
         """The values of the statement that adds to buckets."""
         # Buckets are locked in one order, so that two additions cannot deadlock.
         keys = sorted(added)
         values: dict[str, Any] = {
-            "tenant": tenant, "slot": slot,
-            "buckets": [bucket for bucket, _ in keys], "counts": [added[key].count for key in keys],
+            "slot": slot, "tenants": [tenant for tenant, _, _ in keys], "buckets": [bucket for _, bucket, _ in keys],
+            "counts": [added[key].count for key in keys],
         }  # fmt: skip
         for place in range(len(self.definition.dimensions)):
-            values[f"dimension_{place}"] = [dimensions[place] for _, dimensions in keys]
+            values[f"dimension_{place}"] = [dimensions[place] for _, _, dimensions in keys]
         for place in range(len(self.definition.values)):
             for what, kind in enumerate(("sum", "min", "max")):
                 values[f"{kind}_{place}"] = [added[key].values[place][what] for key in keys]

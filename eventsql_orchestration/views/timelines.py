@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
@@ -14,7 +14,7 @@ from eventsql_orchestration.database.binary import decode_jsonb, encode_bigint
 from eventsql_orchestration.database.single_statement import SingleStatement
 from eventsql_orchestration.validation import check_name, check_time, check_whole, encode_json
 from eventsql_orchestration.views.definitions import Timeline
-from eventsql_orchestration.views.partitions import NO_TENANT, ViewTable, check_tenant
+from eventsql_orchestration.views.partitions import NO_TENANT, ViewTable, check_tenant, tenants_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +45,15 @@ class TimelineView:
 
     def append(
         self, connection: CallersConnection, entries: Iterable[tuple[str, Mapping[str, Any], datetime]],
-        *, tenant: str = NO_TENANT,
+        *, tenant: str | Sequence[str] = NO_TENANT,
     ) -> int:  # fmt: skip
         """Append `(resource, data, occurred_at)` entries in order, in the caller's transaction.
+
+        `tenant` is the tenant of all entries, or a list with the tenant of each.
 
         Gives the number stored: entries older than the timeline's retention are left out. Raises `ValidationError`,
         with no entry appended, for values that cannot be stored, and `ViewNotFoundError` for an undeclared timeline.
         """
-        check_tenant(tenant)
         rows = [
             (
                 check_name("resource", resource),
@@ -61,16 +62,17 @@ class TimelineView:
             )
             for resource, data, occurred_at in entries
         ]
+        tenants = tenants_of(tenant, len(rows))
         with self._table.writing(connection) as joined:
             oldest = self._table.kept_after(joined)
-            rows = [row for row in rows if oldest is None or row[2] > oldest]
-            if not rows:
+            kept = [(of, *row) for of, row in zip(tenants, rows, strict=True) if oldest is None or row[2] > oldest]
+            if not kept:
                 return 0
-            resources, data_of, times = (list(column) for column in zip(*rows, strict=True))
+            tenants, resources, data_of, times = (list(column) for column in zip(*kept, strict=True))
             self._table.make_partitions(joined, times)
-            values = {"tenant": tenant, "resources": resources, "data": data_of, "occurred_at": times}
+            values = {"tenants": tenants, "resources": resources, "data": data_of, "occurred_at": times}
             joined.execute(self._table.query("append_to_timeline"), values, prepare=False)
-        return len(rows)
+        return len(kept)
 
     def read(
         self, resource: str, *, tenant: str = NO_TENANT, after: int = 0, limit: int | None = None

@@ -54,6 +54,12 @@ def test_the_newest_lines_come_first(database: Database, runs: LogsView) -> None
     assert (str(newest.id) in repr(newest), hash(newest)) == (True, hash(runs.search()[0]))
 
 
+def test_lines_of_many_tenants_are_written_in_one_call(database: Database, runs: LogsView) -> None:
+    entries = [LogEntry("a", str(number), NOON + number * SECOND) for number in range(4)]
+    write(database, runs, *entries, tenant=["acme", "", "globex", "acme"])
+    assert [lines(runs, tenant=tenant) for tenant in ("acme", "", "globex")] == [["3", "0"], ["1"], ["2"]]
+
+
 def test_pages_go_on_where_the_one_before_ended(database: Database, runs: LogsView) -> None:
     # Some lines of one time, over several partitions.
     write(database, runs, *(LogEntry("a", str(number), NOON + number // 3 * DAY) for number in range(10)))

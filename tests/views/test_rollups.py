@@ -89,6 +89,16 @@ def test_buckets_are_read_by_range_dimension_and_tenant(database: Database, orde
     assert counts(by=()) == [2, 4, 6, 8]
 
 
+def test_entries_of_many_tenants_are_counted_in_one_call(database: Database, orders: RollupView) -> None:
+    tenants = ["globex", "acme", "acme", "", "globex"]
+    with database.transaction() as connection:
+        assert orders.add(connection, [entry(NOON + number * MINUTE) for number in range(5)], tenant=tenants) == 5
+    found = {tenant: [each.bucket for each in orders.read(tenant=tenant)] for tenant in ("acme", "globex", "")}
+    assert found == {
+        "acme": [NOON + MINUTE, NOON + 2 * MINUTE], "globex": [NOON, NOON + 4 * MINUTE], "": [NOON + 3 * MINUTE],
+    }  # fmt: skip
+
+
 def test_coarser_buckets_are_sums_of_the_stored_ones(database: Database, orders: RollupView) -> None:
     add(database, orders, [entry(NOON + number * MINUTE, cents=number) for number in range(24 * 60)])
     hours = orders.read(every=timedelta(hours=1), by=())
@@ -181,15 +191,19 @@ def test_additions_commute(
 
 
 def test_writers_at_once_neither_lose_an_addition_nor_deadlock(database: Database, orders: RollupView) -> None:
-    batch = [entry(NOON + number * MINUTE, kind, 10) for number in range(10) for kind in "abc"]
+    batch = [entry(NOON + number * MINUTE, kind, 10) for number in range(10) for kind in "abc"] * 2
+    tenants = ["acme"] * 30 + ["globex"] * 30
 
     def write(writer: int) -> None:
+        step = 1 if writer % 2 else -1
         for _ in range(20):
-            add(database, orders, batch if writer % 2 else batch[::-1])
+            add(database, orders, batch[::step], tenant=tenants[::step])
 
     with ThreadPoolExecutor(6) as writers:
         list(writers.map(write, range(6)))
-    assert {(bucket.count, bucket.values["cents"].sum) for bucket in orders.read()} == {(120, Decimal(1200))}
+    for tenant in ("acme", "globex"):
+        buckets = orders.read(tenant=tenant)
+        assert {(bucket.count, bucket.values["cents"].sum) for bucket in buckets} == {(120, Decimal(1200))}
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,21 @@ def test_slots_buckets_and_dimensions_are_merged_when_they_are_read(database: Da
     assert [visitors(each) for each in visits.read(every=HOUR, tenant="acme")] == [1]
 
 
+def test_sketches_of_many_tenants_are_merged_in_one_call(database: Database, visits: RollupView) -> None:
+    # The first tenant by name has the last bucket.
+    visited = [visit("a", 5, at=9), visit("b", 6, at=2), visit("c", 7, at=2)]
+    add(database, visits, *visited, tenant=["acme", "globex", "globex"])
+    add(database, visits, *visited, visit("d", 8, at=2), tenant=["globex", "globex", "acme", "globex"])
+    found = {
+        tenant: [(each.bucket, visitors(each), times(each, 0, 1)) for each in visits.read(tenant=tenant)]
+        for tenant in ("acme", "globex")
+    }
+    second, ninth = NOON + 2 * MINUTE, NOON + 9 * MINUTE
+    assert found == {
+        "acme": [(second, 1, [7, 7]), (ninth, 1, [5, 5])], "globex": [(second, 3, [6, 8]), (ninth, 1, [5, 5])],
+    }  # fmt: skip
+
+
 def test_a_late_event_is_merged_into_its_bucket(database: Database, visits: RollupView) -> None:
     add(database, visits, visit("a", 5, at=3))
     add(database, visits, visit("b", 7, at=9))

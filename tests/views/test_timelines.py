@@ -66,6 +66,26 @@ def test_a_tenant_has_entries_of_its_own(database: Database, orders: TimelineVie
     assert orders.read("1") == []
 
 
+def test_entries_of_many_tenants_are_appended_in_one_call(database: Database, orders: TimelineView) -> None:
+    entries = [("1", {"number": number}, NOON) for number in range(6)]
+    with database.transaction() as connection:
+        assert orders.append(connection, iter(entries), tenant=["acme", "globex", "acme", "", "globex", "acme"]) == 6
+    found = {tenant: numbers(orders, tenant=tenant) for tenant in ("acme", "globex", "")}
+    assert found == {"acme": [0, 2, 5], "globex": [1, 4], "": [3]}
+
+
+@pytest.mark.parametrize(
+    ("tenants", "error"),
+    [(["acme"], ValidationError), (["acme"] * 3, ValidationError), (["acme", "a\nb"], InvalidNameError)],
+)
+def test_tenants_that_do_not_fit_the_entries_are_refused_before_anything_is_written(
+    nowhere: Database, tenants: list[str], error: type[Exception]
+) -> None:
+    connection: Any = None
+    with pytest.raises(error):
+        TimelineView(nowhere, ORDERS).append(connection, [("1", {}, NOON)] * 2, tenant=tenants)
+
+
 def test_a_reader_goes_on_after_the_entry_that_it_saw_last(database: Database, orders: TimelineView) -> None:
     append(database, orders, *(("1", {"number": number}, NOON + number * 40 * DAY) for number in range(5)))
     seen: list[int] = []

@@ -66,9 +66,9 @@ SELECT clock_timestamp();
 
 -- append_to_timeline -- Entries of one timeline, in the order of the arrays.
 INSERT INTO {schema}.{table} (eql_tenant, eql_resource, eql_data, eql_occurred_at)
-SELECT %(tenant)s, entry.resource, entry.data::jsonb, entry.occurred_at
-FROM unnest(%(resources)s::text[], %(data)s::text[], %(occurred_at)s::timestamptz[])
-    WITH ORDINALITY AS entry (resource, data, occurred_at, position)
+SELECT entry.tenant, entry.resource, entry.data::jsonb, entry.occurred_at
+FROM unnest(%(tenants)s::text[], %(resources)s::text[], %(data)s::text[], %(occurred_at)s::timestamptz[])
+    WITH ORDINALITY AS entry (tenant, resource, data, occurred_at, position)
 ORDER BY entry.position;
 
 -- read_timeline -- The entries of one resource, in the order in which they were appended.
@@ -80,10 +80,11 @@ LIMIT %(limit)s;
 
 -- write_log -- Lines of one log, in the order of the arrays.
 INSERT INTO {schema}.{table} (eql_tenant, eql_resource, eql_level, eql_line, eql_attributes, eql_written_at)
-SELECT %(tenant)s, written.resource, written.level, written.line, written.attributes::jsonb, written.written_at
+SELECT written.tenant, written.resource, written.level, written.line, written.attributes::jsonb, written.written_at
 FROM unnest(
-    %(resources)s::text[], %(levels)s::text[], %(lines)s::text[], %(attributes)s::text[], %(written_at)s::timestamptz[]
-) WITH ORDINALITY AS written (resource, level, line, attributes, written_at, position)
+    %(tenants)s::text[], %(resources)s::text[], %(levels)s::text[], %(lines)s::text[], %(attributes)s::text[],
+    %(written_at)s::timestamptz[]
+) WITH ORDINALITY AS written (tenant, resource, level, line, attributes, written_at, position)
 ORDER BY written.position;
 
 -- newest_line -- The largest id of a log's lines, 0 without lines, and the log's table.
