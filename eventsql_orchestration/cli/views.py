@@ -145,12 +145,17 @@ def timeline(
     name: ViewName,
     resource: Annotated[str, argument()],
     tenant: Tenant,
+    newest: Annotated[bool, option("The newest entries, newest first.")],
     limit: Limit,
     as_json: AsJson,
 ) -> None:
     """Show what happened to RESOURCE, from the timeline NAME, in the order in which it was appended."""
     with _views(context) as views:
-        entries = views.timeline(_wanted(views, name, "timeline")).read(resource, tenant=tenant, limit=limit)
+        opened = views.timeline(_wanted(views, name, "timeline"))
+        if newest:
+            entries = opened.read_newest(resource, tenant=tenant, limit=limit)
+        else:
+            entries = opened.read(resource, tenant=tenant, limit=limit)
     columns: Columns = {"id": "id", "occurred at": lambda each: timestamp(each.occurred_at), "data": "data"}
     _show(entries, columns, as_json=as_json)
 

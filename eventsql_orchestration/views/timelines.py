@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import CallersConnection, Database, Queries
@@ -15,6 +15,9 @@ from eventsql_orchestration.database.single_statement import SingleStatement
 from eventsql_orchestration.validation import check_name, check_time, check_whole, encode_json
 from eventsql_orchestration.views.definitions import Timeline
 from eventsql_orchestration.views.partitions import NO_TENANT, ViewTable, check_tenant, tenants_of
+
+_NO_END: Final = 2**63 - 1
+"""Larger than the id of each entry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +91,33 @@ class TimelineView:
         their own first. To react to each entry once, consume the events themselves, or read your own table with
         `SnapshotReader`, which waits for open transactions.
         """
+        bounds = {"after": encode_bigint(check_whole("after", after, least=0))}
+        return self._read("read_timeline", resource, tenant, limit, bounds)
+
+    def read_newest(
+        self, resource: str, *, tenant: str = NO_TENANT, before: int | None = None, limit: int = 100
+    ) -> list[TimelineEntry]:
+        """The newest entries of a resource, at most `limit`, the entry that was appended last comes first.
+
+        `before` is the id of the last entry of the page before. Reads committed entries.
+        """
+        last = _NO_END if before is None else check_whole("before", before, least=0)
+        return self._read("read_timeline_back", resource, tenant, limit, {"before": encode_bigint(last)})
+
+    def _read(
+        self, statement: str, resource: str, tenant: str, limit: int | None, bounds: Mapping[str, bytes]
+    ) -> list[TimelineEntry]:
         values = {
             "tenant": check_tenant(tenant).encode(),
             "resource": check_name("resource", resource).encode(),
-            "after": encode_bigint(check_whole("after", after, least=0)),
             "limit": None if limit is None else encode_bigint(check_whole("limit", limit, least=1)),
+            **bounds,
         }
-        rows = self._table.fetch_values(_reading(self._schema, self.definition.table), values)
+        rows = self._table.fetch_values(_reading(self._schema, self.definition.table, statement), values)
         return [TimelineEntry(id_, name, decode_jsonb(data), at) for id_, name, data, at in rows]
 
 
 @lru_cache(maxsize=256)
-def _reading(schema: str, table: str) -> SingleStatement:
+def _reading(schema: str, table: str, statement: str) -> SingleStatement:
     """The statement of a lookup. Handlers open their timeline anew for each batch."""
-    return SingleStatement("timeline", Queries("views", schema)("read_timeline", table=table), briefly=True)
+    return SingleStatement("timeline", Queries("views", schema)(statement, table=table), briefly=True)

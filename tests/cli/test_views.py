@@ -55,6 +55,19 @@ def test_a_timeline_shows_what_happened_to_a_resource(run: Run) -> None:
     assert '{"place": "Lodz"}' in run("timeline", "parcels", "7").stdout
 
 
+def test_a_timeline_shows_the_newest_entries_first(run: Run, platform: EventSQL, views: Views) -> None:
+    with platform.database.transaction() as connection:
+        views.timeline(PARCELS).append(connection, [("7", {"place": place}, NOON) for place in ("Gdansk", "Krakow")])
+
+    def places(*options: object) -> list[str]:
+        return [
+            entry["data"]["place"] for entry in json.loads(run("timeline", "parcels", "7", *options, "--json").stdout)
+        ]
+
+    assert places("--newest", "--limit", 2) == ["Krakow", "Gdansk"]
+    assert places("--limit", 2) == ["Lodz", "Gdansk"]
+
+
 def test_a_rollup_shows_its_buckets_with_bars(run: Run) -> None:
     arguments = ("rollup", "moves", "--every", "1h", "--by", "place")
     assert json.loads(run(*arguments, "--json").stdout) == [

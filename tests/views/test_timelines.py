@@ -86,6 +86,18 @@ def test_tenants_that_do_not_fit_the_entries_are_refused_before_anything_is_writ
         TimelineView(nowhere, ORDERS).append(connection, [("1", {}, NOON)] * 2, tenant=tenants)
 
 
+def test_the_newest_entries_are_read_page_by_page(database: Database, orders: TimelineView) -> None:
+    append(database, orders, *(("1", {"number": number}, NOON + number * 40 * DAY) for number in range(5)))
+    append(database, orders, ("2", {"number": 9}, NOON))
+    pages: list[list[int]] = []
+    before: int | None = None
+    while page := orders.read_newest("1", before=before, limit=2):
+        pages.append([entry.data["number"] for entry in page])
+        before = page[-1].id
+    assert pages == [[4, 3], [2, 1], [0]]
+    assert orders.read_newest("1", tenant="acme") == []
+
+
 def test_a_reader_goes_on_after_the_entry_that_it_saw_last(database: Database, orders: TimelineView) -> None:
     append(database, orders, *(("1", {"number": number}, NOON + number * 40 * DAY) for number in range(5)))
     seen: list[int] = []
@@ -203,11 +215,12 @@ def test_reading_a_resource_goes_through_an_index_of_each_partition(database: Da
                 [NOON + month * 31 * DAY],
             )
         connection.execute("VACUUM ANALYZE eventsql.view_orders")
-        values = {"tenant": "", "resource": "7", "after": 0, "limit": None}
-        plan = custom_plan(connection, orders._table.query("read_timeline"), values)
-    assert plan.count("eql_resource = '7'") >= 3
-    assert not re.search(r"Seq Scan on view_orders_p202[45]", plan)
-    assert len(orders.read("7")) == 9
+        values = {"tenant": "", "resource": "7", "after": 0, "before": 2**63 - 1, "limit": 20}
+        for statement in ("read_timeline", "read_timeline_back"):
+            plan = custom_plan(connection, orders._table.query(statement), values)
+            assert plan.count("eql_resource = '7'") >= 3
+            assert not re.search(r"Seq Scan on view_orders_p202[45]", plan)
+    assert len(orders.read("7")) == len(orders.read_newest("7")) == 9
 
 
 def test_entries_older_than_the_retention_are_left_out(database: Database, views: Views) -> None:

@@ -78,6 +78,13 @@ WHERE eql_tenant = %(tenant)s AND eql_resource = %(resource)s AND eql_id > %(aft
 ORDER BY eql_id
 LIMIT %(limit)s;
 
+-- read_timeline_back -- The newest entries of one resource, the last appended first.
+SELECT eql_id AS id, eql_resource AS resource, eql_data AS data, eql_occurred_at AS occurred_at
+FROM {schema}.{table}
+WHERE eql_tenant = %(tenant)s AND eql_resource = %(resource)s AND eql_id < %(before)s
+ORDER BY eql_id DESC
+LIMIT %(limit)s;
+
 -- write_log -- Lines of one log, in the order of the arrays.
 INSERT INTO {schema}.{table} (eql_tenant, eql_resource, eql_level, eql_line, eql_attributes, eql_written_at)
 SELECT written.tenant, written.resource, written.level, written.line, written.attributes::jsonb, written.written_at
