@@ -28,6 +28,7 @@ from eventsql_orchestration.views.sorting import LogSorting, Sorted
 from eventsql_orchestration.views.tables import (
     adding_columns,
     differences,
+    dimensions_index,
     row_of,
     statements_of,
     stored_definition,
@@ -90,9 +91,9 @@ class Views:
         """Make views, or change them to their definitions, in one transaction. Returns the names of the views that
         changed.
 
-        A view that exists may get another `retention`, and further `values`, `distinct`, `quantiles` or a `language`;
-        an index of words is built then, while writers wait. Raises `ViewConflictError`, with nothing changed, for any
-        other difference.
+        A view that exists may get another `retention`, and further `values`, `distinct`, `quantiles`, a `language` or
+        dimensions that are `indexed`; an index is built then, while writers wait. Raises `ViewConflictError`, with
+        nothing changed, for any other difference.
         """
         changed = []
         with self._database.transaction() as connection:
@@ -300,6 +301,8 @@ class Views:
         table = self._table(wanted.table)
         if isinstance(wanted, Rollup) and (wanted.values or wanted.sketches):
             self._alter(connection, wanted, adding_columns(table, wanted))
+        if isinstance(wanted, Rollup) and isinstance(held, Rollup) and wanted.indexed != held.indexed:
+            self._alter(connection, wanted, dimensions_index(table, wanted))
         if isinstance(wanted, Logs) and isinstance(held, Logs) and wanted.language != held.language:
             # `differences` lets a language only be added.
             assert wanted.language is not None, "a language is not taken away"

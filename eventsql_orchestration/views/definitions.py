@@ -99,6 +99,9 @@ class Rollup(_Definition):
     bucket keeps their quantiles. Both are estimates, and need the extra [sketches]; see `Distinct` and `Quantiles`.
 
     `dimensions`, `values` and `distinct` are names of columns: lower-case SQL identifiers.
+
+    `indexed` names dimensions that have very many values, such as customers, of which a read chooses one by `where`: an
+    index of these dimensions makes that fast, and each addition of a bucket takes more time and room.
     """
 
     kind: ClassVar[str] = "rollup"
@@ -109,6 +112,7 @@ class Rollup(_Definition):
     values: tuple[str, ...] = ()
     distinct: tuple[str, ...] = field(default=(), kw_only=True)
     quantiles: tuple[str, ...] = field(default=(), kw_only=True)
+    indexed: tuple[str, ...] = field(default=(), kw_only=True)
     retention: timedelta | None = field(default=None, kw_only=True)
     period: timedelta = field(default=timedelta(days=30), kw_only=True)
 
@@ -117,17 +121,18 @@ class Rollup(_Definition):
         _check_minutes("grain", self.grain, MINUTE, self.period)
         if self.period % self.grain:
             raise ValidationError(f"period {self.period} is not a multiple of grain {self.grain}")
-        for what in ("dimensions", "values", "distinct", "quantiles"):
+        for what in ("dimensions", "values", "distinct", "quantiles", "indexed"):
             object.__setattr__(self, what, _check_columns(what, getattr(self, what)))
-        if unknown := set(self.quantiles) - set(self.values):
-            raise ValidationError(f"quantiles {', '.join(sorted(unknown))} are not among the values: add them there")
+        for what, among in (("quantiles", "values"), ("indexed", "dimensions")):
+            if unknown := set(getattr(self, what)) - set(getattr(self, among)):
+                raise ValidationError(f"{what}: {', '.join(sorted(unknown))} not among the {among}: add them there")
 
     def described(self) -> dict[str, Any]:
         described: dict[str, Any] = {
             "grain": self.grain.total_seconds(), "dimensions": list(self.dimensions), "values": list(self.values),
         }  # fmt: skip
-        sketches = {"distinct": list(self.distinct), "quantiles": list(self.quantiles)}
-        return described | {what: names for what, names in sketches.items() if names}
+        further = {what: list(getattr(self, what)) for what in ("distinct", "quantiles", "indexed")}
+        return described | {what: names for what, names in further.items() if names}
 
     @property
     def sketches(self) -> tuple[str, ...]:
@@ -187,10 +192,9 @@ def define(kind: str, name: str, described: Mapping[str, Any], **common: Any) ->
             common["sort_after"] = None if seconds is None else timedelta(seconds=seconds)
         return Logs(name, language=described["language"], **common)
     grain = timedelta(seconds=described["grain"])
-    dimensions, values, distinct, quantiles = (
-        tuple(described.get(what, ())) for what in ("dimensions", "values", "distinct", "quantiles")
-    )
-    return Rollup(name, grain, dimensions, values, distinct=distinct, quantiles=quantiles, **common)
+    for what in ("dimensions", "values", "distinct", "quantiles", "indexed"):
+        common[what] = tuple(described.get(what, ()))
+    return Rollup(name, grain, **common)
 
 
 def start_of(view: Definition, time: datetime) -> datetime:

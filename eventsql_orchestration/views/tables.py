@@ -18,6 +18,9 @@ _GROWING: Final = ("values", "distinct", "quantiles")
 _FREE: Final = ("retention", "sort_after")
 """The parts of views that a declaration may change."""
 
+_INDEXES: Final = ("language", "indexed")
+"""The parts of views that a declaration may add, with an index."""
+
 
 def stored_definition(row: tuple[Any, ...]) -> Definition:
     """A row of the statement `views`."""
@@ -43,7 +46,7 @@ def differences(held: Definition, wanted: Definition) -> Sequence[str]:
     for name in (field.name for field in fields(held)):
         before, now = getattr(held, name), getattr(wanted, name)
         grows = name in _GROWING and now[: len(before)] == before
-        free = name in _FREE or grows or (name == "language" and before is None)
+        free = name in _FREE or grows or (name in _INDEXES and not before)
         if before != now and not free:
             different.append(f"{name} {before}")
     return different
@@ -63,6 +66,8 @@ def statements_of(view: Definition, table: sql.Identifier) -> Iterable[sql.Compo
         yield sql.SQL("CREATE TABLE {} ({}, PRIMARY KEY ({})) PARTITION BY RANGE (eql_bucket)").format(
             table, sql.SQL(", ").join(columns), sql.SQL(", ").join(key)
         )
+        if view.indexed:
+            yield dimensions_index(table, view)
         return
     if isinstance(view, Timeline):
         yield sql.SQL(
@@ -97,6 +102,12 @@ def adding_columns(table: sql.Identifier, view: Rollup) -> sql.Composed:
     """The statement that adds the columns of a rollup's values and sketches that are missing."""
     columns = sql.SQL(", ADD COLUMN IF NOT EXISTS ").join(rollup_columns(view))
     return sql.SQL("ALTER TABLE {} ADD COLUMN IF NOT EXISTS {}").format(table, columns)
+
+
+def dimensions_index(table: sql.Identifier, view: Rollup) -> sql.Composed:
+    """The index of a rollup by its indexed dimensions."""
+    columns = sql.SQL(", ").join(map(sql.Identifier, ("eql_tenant", *view.indexed, "eql_bucket")))
+    return sql.SQL("CREATE INDEX ON {} ({})").format(table, columns)
 
 
 def words_index(table: sql.Identifier, language: str) -> sql.Composed:

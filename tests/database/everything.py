@@ -160,7 +160,9 @@ def use_the_ways(platform: EventSQL) -> None:
     queue.acknowledge(message)
     store = Store(database)
     views = Views(database)
-    amounts = Rollup("amounts", MINUTE, ("kind",), ("cents",), distinct=("who",), quantiles=("cents",))
+    amounts = Rollup(
+        "amounts", MINUTE, ("kind",), ("cents",), distinct=("who",), quantiles=("cents",), indexed=("kind",)
+    )
     definitions = (Timeline("everything"), amounts, Logs("runs", "english"))
     views.declare(*definitions)
     timeline, rollup, logs = views.timeline(definitions[0]), views.rollup(definitions[1]), views.logs(definitions[2])

@@ -69,7 +69,7 @@ class Steps(Feed):
 class Counts(Feed):
     view = Rollup(
         "counts", MINUTE, ("resource",), ("minutes",),
-        distinct=("digits",) * SKETCHES, quantiles=("minutes",) * SKETCHES,
+        distinct=("digits",) * SKETCHES, quantiles=("minutes",) * SKETCHES, indexed=("resource",),
     )  # fmt: skip
 
     def apply(self, events: Sequence[Event], view: Any, connection: Connection) -> None:

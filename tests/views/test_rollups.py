@@ -270,6 +270,29 @@ def test_reading_a_range_goes_through_the_key_of_its_partitions(database: Databa
     assert "_p202409" not in plan
 
 
+def test_reading_one_of_many_values_of_an_indexed_dimension_goes_through_its_index(
+    database: Database, views: Views
+) -> None:
+    tasks = Rollup("tasks", MINUTE, ("state", "task"), indexed=("task",))
+    views.declare(tasks)
+    view = views.rollup(tasks)
+    add(database, view, [RollupEntry(NOON, {"state": "done", "task": "7"})], tenant="acme")
+    asked: dict[str, Any] = {"tenant": "acme", "since": NOON, "until": NOON + 60 * MINUTE, "where": {"task": "7"}}
+    query = selection(tasks, database.schema, ("state",), ("task",), since=True, until=True)
+    values = {**asked, "every": MINUTE, "dimension_1": "7"}
+    with database.connection() as connection:
+        connection.execute(
+            "INSERT INTO eventsql.view_tasks (eql_tenant, eql_bucket, state, task, eql_slot, eql_count) "
+            "SELECT 'acme', %s + minute * interval '1 min', 'done', task::text, 1, 1 "
+            "FROM generate_series(0, 59) AS minute, generate_series(1, 300) AS task",
+            [NOON],
+        )
+        connection.execute("VACUUM ANALYZE eventsql.view_tasks")
+        plan = custom_plan(connection, sql.SQL(query.decode()), values)
+    assert "eql_tenant_task_eql_bucket_idx" in plan
+    assert [bucket.count for bucket in view.read(**asked)] == [2, *[1] * 59]
+
+
 def test_a_transaction_of_sqlalchemy_writes(database: Database, orders: RollupView) -> None:
     engine = sqlalchemy.create_engine(database.url)
     with engine.connect() as connection:

@@ -95,6 +95,23 @@ def test_another_retention_of_logs_with_a_language_builds_no_second_index(databa
     assert indexes() == before
 
 
+def test_an_index_of_dimensions_may_be_added_and_not_taken_away(database: Database, views: Views) -> None:
+    plain = Rollup("moves", MINUTE, ("place", "task"))
+    indexed = Rollup("moves", MINUTE, ("place", "task"), indexed=("task",))
+    views.declare(plain)
+    with database.transaction() as connection:
+        views.rollup(plain).add(connection, [RollupEntry(NOON, {"place": "Lodz", "task": "7"})])
+    assert [views.declare(indexed), views.declare(indexed)] == [["moves"], []]
+    assert views.definition("moves") == indexed
+    with database.connection() as connection:
+        found = connection.execute("SELECT indexdef FROM pg_indexes WHERE tablename LIKE 'view_moves_p%' ORDER BY 1")
+        assert sum("(eql_tenant, task, eql_bucket)" in definition for (definition,) in found) == 3
+    with pytest.raises(ViewConflictError):
+        views.declare(plain)
+    with pytest.raises(ValidationError):
+        Rollup("moves", MINUTE, ("place",), indexed=("weight",))
+
+
 def test_the_servers_clock_says_what_a_retention_keeps(
     database: Database, views: Views, monkeypatch: pytest.MonkeyPatch
 ) -> None:
