@@ -275,6 +275,11 @@ def test_the_example_of_views_finds_what_was_published(dsn: str) -> None:
     assert (names["way"], names["moved"], names["grams"]) == (["Gdansk", "Lodz", "Krakow"], 3, 750)
     assert [found.line for found in names["found"]] == ["arrived at Krakow", "arrived at Lodz", "arrived at Gdansk"]
 
+    query = (REPOSITORY / "docs" / "views.md").read_text(encoding="utf-8").split("```sql\n")[1].partition("```")[0]
+    with psycopg.connect(dsn) as connection:
+        hours = connection.execute(query.encode()).fetchall()
+    assert [sum(filter(None, column)) for column in zip(*(row[1:] for row in hours), strict=True)] == [1, 1, 750]
+
 
 @pytest.mark.skipif(not SKETCHES, reason="no datasketches")
 def test_the_example_of_sketches_counts_a_visitor(dsn: str) -> None:
