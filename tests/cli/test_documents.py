@@ -28,6 +28,7 @@ from tests.views.conftest import SKETCHES
 __all__ = ["databases"]
 
 README = REPOSITORY / "README.md"
+SERVICES = REPOSITORY / "docs" / "services.md"
 DOCUMENTS = (README, *sorted((REPOSITORY / "docs").glob("*.md")))
 
 
@@ -44,7 +45,7 @@ def test_the_publishers_of_the_guide_for_services_publish_each_order_and_its_con
 ) -> None:
     # Get started has made this consumer in the same database, and nobody runs it now.
     platform.registry.register_topic(Topic("order_placed", 4)).register_consumer(Consumer("order_placed", "stock"))
-    outboxes, gathering, consumer, *_ = examples(REPOSITORY / "docs" / "services.md")
+    outboxes, gathering, consumer, *_ = examples(SERVICES)
     play(outboxes, localhost=dsn)
     assert len(play(gathering, localhost=dsn)["placed"]) == 4
     platform.transfer.run_once()
@@ -58,6 +59,16 @@ def test_the_publishers_of_the_guide_for_services_publish_each_order_and_its_con
         assert connection.execute("SELECT * FROM mail ORDER BY 1").fetchall() == [(order,) for order in orders]
 
 
+def test_the_example_of_a_command_answers_it_with_an_event(dsn: str, platform: EventSQL) -> None:
+    play(examples(SERVICES)[3], localhost=dsn)
+    platform.transfer.run_once()
+    assert [event.key for event in platform.reader.read("document_generated")] == ["7"]
+
+
+def test_the_example_of_a_test_passes(platform: EventSQL) -> None:
+    play(examples(SERVICES)[6])["test_each_order_is_counted_once"](platform)
+
+
 def test_the_example_of_a_seek_hands_the_events_of_the_last_hour_to_a_consumer_that_began_at_the_end(
     dsn: str, platform: EventSQL, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -65,7 +76,7 @@ def test_the_example_of_a_seek_hands_the_events_of_the_last_hour_to_a_consumer_t
     for kind in ("return", "sale"):
         platform.publisher.publish(Publication("order_placed", kind.encode(), metadata={"kind": kind}))
     platform.transfer.run_once()
-    play(examples(REPOSITORY / "docs" / "services.md")[3], localhost=dsn)
+    play(examples(SERVICES)[4], localhost=dsn)
     assert capsys.readouterr().out == "0 2 0 2 0\n"
 
     seen: list[bytes | None] = []
@@ -84,7 +95,7 @@ def test_the_example_of_dead_letters_shapes_them_and_redrives_them(
     def fail(*_: object) -> None:
         raise ValueError("no address")
 
-    example = examples(REPOSITORY / "docs" / "services.md")[4]
+    example = examples(SERVICES)[5]
     shape = play(example, localhost=dsn)["with_team"]
     platform.dead_letters.configure(shape)
     platform.consumers.consume_once("order_placed", "mailer", fail)
