@@ -318,6 +318,19 @@ def test_the_example_of_a_capture_has_the_row_and_its_change(dsn: str) -> None:
     assert [(change["op"], change["after"]["status"]) for change in names["changes"]] == [("r", "new"), ("u", "paid")]
 
 
+def test_the_statement_that_takes_over_a_table_publishes_its_rows_in_their_order(dsn: str, platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders"))
+    with psycopg.connect(dsn) as connection:
+        connection.execute("CREATE TABLE messages (seq serial, key text, data text)")
+        connection.execute("INSERT INTO messages (key, data) VALUES ('a', 'one'), ('b', 'zwölf'), ('a', 'two')")
+        connection.execute("UPDATE messages SET data = 'eins' WHERE seq = 1")
+        text = (REPOSITORY / "docs" / "comparison.md").read_text(encoding="utf-8")
+        connection.execute(text.split("```sql\n")[1].partition("```")[0].encode())
+    platform.transfer.run_once()
+    published = [(event.key, event.value.decode()) for event in platform.reader.read("orders")]
+    assert published == [("a", "eins"), ("b", "zwölf"), ("a", "two")]
+
+
 def lines(document: Path) -> list[list[str]]:
     """The words of each `eventsql …` that a document shows, without remarks."""
     shown = re.findall(r"(?:^|`|\$ |\.venv/bin/)eventsql ([a-z-][^`|)\n]*)", document.read_text("utf-8"), re.MULTILINE)
