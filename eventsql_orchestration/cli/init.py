@@ -80,7 +80,8 @@ pytest
 ```
 
 `src/{module}/stock.py` has a topic, a consumer of it as an asset, and the table that the consumer fills.
-`src/{module}/definitions.py` is the code location: give `build_definitions` each further consumer.
+`src/{module}/definitions.py` is the code location: give `build_definitions` each further consumer. The directory `docs`
+of eventsql-orchestration has examples of queues, the event store, views, and consumers that compute with Spark.
 """,
     "src/{module}/__init__.py": "",
     "src/{module}/definitions.py": '''\
