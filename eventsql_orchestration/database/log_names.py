@@ -21,6 +21,8 @@ ROW_STORE: Final = "%s_rows"
 BLOCK_STORE: Final = "%s_array"
 """The pattern of the names of the tables with the blocks of such logs."""
 
+_LOG: Final = re.compile(r"_(event|block|rows|array)(_|$)|_segment_")
+
 
 def event_table(topic: str) -> str:
     """The name of the table that holds a topic's ordered log.
@@ -52,7 +54,7 @@ def holds_blocks(table: str) -> bool:
 
 def names_log(identifier: str) -> bool:
     """Whether an identifier may be the name of a log, or of a log's segment or sequence."""
-    return any(part in identifier for part in ("_event", "_block", "_rows", "_array", "_segment_"))
+    return _LOG.search(identifier) is not None
 
 
 def topic_in(message: str, schema: str) -> str | None:

@@ -12,6 +12,7 @@ import psycopg
 import pytest
 from psycopg.sql import SQL
 
+from eventsql_orchestration import EventSQL, Topic
 from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.database.rows import fetch_one
@@ -186,6 +187,14 @@ def test_another_form_is_refused_and_changes_nothing(views: Views, other: Defini
 def test_an_impossible_definition_is_refused_before_anything_is_made(make: Callable[[], Definition]) -> None:
     with pytest.raises((InvalidNameError, ValidationError)):
         make()
+
+
+def test_a_view_may_be_named_after_events(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("view_step")).register_topic(Topic("view_metric", storage="rows"))
+    views = Views(platform.database)
+    named = (Timeline("step_events"), Rollup("metric_events", MINUTE), Logs("blocks_read"))
+    assert views.declare(*named) == ["step_events", "metric_events", "blocks_read"]
+    assert set(views.definitions()) == set(named)
 
 
 def test_a_language_that_the_server_lacks_is_named_and_makes_nothing(views: Views) -> None:
