@@ -161,6 +161,62 @@ def test_settling_in_sql_reads_its_message_alone_though_the_table_counted_as_emp
     assert after - before <= 40
 
 
+def test_no_plan_of_a_table_that_counted_as_empty_reads_the_messages_of_other_keys(
+    database: Database, session: Connection
+) -> None:
+    queue = Queue(database, "commands", ordered=True)
+    number = queue._shards.all()[0].id()
+    # Indexes of long keys are higher than the others. For an empty table, that decides between plans.
+    other_keys = [NewMessage(b"x", key=f"{each // 2}".ljust(200, "k"), delay=3_600) for each in range(4_000)]
+    queue.send_all(other_keys)
+    session.execute("DELETE FROM eventsql.queue_message")
+    # Not vacuumed: dead rows fill the pages that the planner sees.
+    session.execute("ANALYZE eventsql.queue_message")
+    read: dict[str, int] = {}
+
+    def execute(statement: str, *values: object) -> list[tuple[object, ...]]:
+        with session.transaction():
+            (before,) = session.execute(RETURNED).fetchone() or (0,)
+            rows = session.execute(f"SELECT * FROM eventsql.{statement}".encode(), values).fetchall()
+            (after,) = session.execute(RETURNED).fetchone() or (0,)
+        read[f"{len(read)} {statement}"] = int(after - before)
+        return rows
+
+    def send_receive_and_settle(key: str) -> None:
+        for _ in range(3):
+            execute("put_messages(%s, ARRAY['x'::bytea], ARRAY[%s], alone => true)", number, key)
+        for _ in range(2):
+            execute("queue_send('commands', 'x', %s)", key)
+        for _ in range(5):
+            (message, *_) = execute("queue_receive('commands')")
+            execute("queue_release('commands', %s, %s)", message[0], message[5])
+            (message, *_) = execute("queue_receive('commands')")
+            assert execute("queue_receive('commands')") == []
+            execute("queue_acknowledge('commands', %s, %s)", message[0], message[5])
+
+    send_receive_and_settle("first")
+    queue.send_all(other_keys)
+    read.clear()
+    send_receive_and_settle("second")
+    assert {statement: entries for statement, entries in read.items() if entries > 60} == {}
+
+
+def test_a_receive_that_parks_many_messages_of_a_key_reads_each_of_them_a_few_times(
+    database: Database, session: Connection
+) -> None:
+    queue = Queue(database, "commands", ordered=True)
+    queue.definition()
+    session.execute("SELECT eventsql.queue_send('commands', 'x', 'long') FROM generate_series(1, 2000)")
+    assert len(queue.receive()) == 1
+    values = {"queue": queue._shards.all()[0].id(), "max_messages": 10, "visibility_timeout": 30.0, "since": None}
+    with session.transaction():
+        (before,) = session.execute(RETURNED).fetchone() or (0,)
+        assert session.execute(QUERIES("take_in_order"), values).fetchall() == []
+        (after,) = session.execute(RETURNED).fetchone() or (0,)
+    assert queue.statistics().blocked == 1_999
+    assert after - before <= 40_000
+
+
 @pytest.mark.parametrize("ordered", [False, True])
 def test_a_receive_reads_no_messages_that_were_acknowledged_while_a_snapshot_is_open(
     database: Database, session: Connection, *, ordered: bool

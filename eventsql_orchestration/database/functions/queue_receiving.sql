@@ -2,6 +2,11 @@
 --
 -- A plan that was made while a table was empty would read the whole table later. These functions make a plan once in a
 -- session, and never a plan that reads a table without an index.
+--
+-- For a table that counts as empty, all indexes cost nearly the same. Three rules leave one index for each search: a
+-- look at a key has the order of its index, and no plan may sort (before version 18, a sort that is needed nevertheless
+-- would start the JIT compiler, which is off). An update has the ids of its messages, and no join. `isfinite` is no
+-- condition of an index.
 
 -- A message whose receives are spent goes to the dead letters, and to no receiver. A key of a queue without order may
 -- be too long for the index of keys that an ordered queue needs: then the dead letter has no order. The index takes a
@@ -28,7 +33,8 @@ $$;
 -- ORDER BY and the bounds of the key decide which index is read.
 CREATE OR REPLACE FUNCTION {schema}.promote_keys(of_queue integer, keys text[]) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
-SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off AS $$
+SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off
+SET enable_sort = off SET jit = off AS $$
 BEGIN
     UPDATE {schema}.queue_message m
     SET eql_visible_at = greatest(clock_timestamp(), m.eql_due_at), eql_due_at = NULL
@@ -40,7 +46,7 @@ BEGIN
               AND n.eql_visible_at = 'infinity'
             ORDER BY n.eql_key, n.eql_id LIMIT 1
         ) next
-    )) AND m.eql_visible_at = 'infinity';
+    )) AND NOT isfinite(m.eql_visible_at);
 END
 $$;
 
@@ -143,7 +149,8 @@ CREATE OR REPLACE FUNCTION {schema}.take_in_order(
     sent_at timestamptz, history jsonb, onwards bytea
 )
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
-SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off ROWS 100 AS $$
+SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off
+SET enable_sort = off SET jit = off ROWS 100 AS $$
 DECLARE
     ready tid[];
     given integer;
@@ -237,7 +244,8 @@ CREATE OR REPLACE FUNCTION {schema}.take_others_in_order(
     sent_at timestamptz, history jsonb, onwards bytea
 )
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
-SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off AS $$
+SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off
+SET enable_sort = off SET jit = off AS $$
 DECLARE
     allowed integer;
     dead integer;
@@ -246,6 +254,7 @@ DECLARE
     waiting bigint[];
     waits_for bigint[];
     witnesses bigint[];
+    parked bigint[];
     gone_keys text[];
     until timestamptz;
 BEGIN
@@ -253,8 +262,9 @@ BEGIN
 
     -- A message that has to wait has a witness: another message that is held, or an earlier message in sight. For a
     -- message that was received before, an earlier message that is parked is a witness, too. At most one message of a
-    -- key has no witness. No aggregate has DISTINCT: from PostgreSQL 16 on, the server would sort the messages of all
-    -- aggregates for it.
+    -- key has no witness. Behind a message that is held, nothing looks for an earlier one: the index may begin with
+    -- thousands of messages of the key that this call has parked. No aggregate has DISTINCT: from PostgreSQL 16 on, the
+    -- server would sort the messages of all aggregates for it.
     SELECT array_agg(c.place) FILTER (WHERE c.witness IS NULL AND (c.received >= allowed) IS NOT TRUE),
            array_agg(c.eql_id) FILTER (WHERE c.witness IS NULL AND c.received >= allowed),
            array_agg(c.eql_key) FILTER (WHERE c.witness IS NULL AND c.received >= allowed AND c.eql_in_order),
@@ -274,7 +284,7 @@ BEGIN
         ) taken_before ON true
         LEFT JOIN LATERAL (
             SELECT o.eql_id FROM {schema}.queue_message o
-            WHERE m.eql_in_order AND o.eql_queue = of_queue AND o.eql_key = m.eql_key
+            WHERE taken_before.eql_id IS NULL AND m.eql_in_order AND o.eql_queue = of_queue AND o.eql_key = m.eql_key
               AND o.eql_in_order AND o.eql_visible_at < 'infinity' AND o.eql_receipt IS NULL
               AND o.eql_id < m.eql_id
             ORDER BY o.eql_receipt, o.eql_id LIMIT 1
@@ -304,14 +314,18 @@ BEGIN
         ) locked;
         UPDATE {schema}.queue_message m
         SET eql_visible_at = greatest(clock_timestamp(), m.eql_due_at), eql_due_at = NULL
-        WHERE m.eql_id = ANY (witnesses) AND m.eql_visible_at = 'infinity';
+        WHERE m.eql_id = ANY (witnesses) AND NOT isfinite(m.eql_visible_at);
+        SELECT array_agg(w.id) FILTER (WHERE w.witness = ANY (witnesses) AND w.witness <> ALL (waiting)),
+               array_agg(w.id)
+        INTO parked, waiting
+        FROM unnest(waiting, waits_for) AS w (id, witness)
+        WHERE spent IS NULL OR w.witness <> ALL (spent);
         UPDATE {schema}.queue_message m
-        SET eql_visible_at = CASE WHEN w.witness = ANY (witnesses) AND w.witness <> ALL (waiting) THEN 'infinity'
+        SET eql_visible_at = CASE WHEN m.eql_id = ANY (parked) THEN 'infinity'
                              ELSE clock_timestamp() + interval '1 second' END,
             eql_receipt = NULL,
             eql_history = {schema}.note_of_message(m.eql_history, m.eql_receipt, m.eql_visible_at)
-        FROM unnest(waiting, waits_for) AS w (id, witness)
-        WHERE m.eql_id = w.id AND (spent IS NULL OR w.witness <> ALL (spent));
+        WHERE m.eql_id = ANY (waiting);
     END IF;
 
     IF ready IS NOT NULL THEN

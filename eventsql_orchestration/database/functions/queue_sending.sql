@@ -3,11 +3,12 @@
 -- A plan that was made while a table was empty would read the whole table later. These functions make a plan once in a
 -- session, and never a plan that reads a table without an index.
 
--- For each key, whether a message was locked. ORDER BY decides which index is read: a plan that was made on an empty
--- table might read another index.
+-- For each key, whether a message was locked. ORDER BY decides which index is read, because no plan may sort: see
+-- `queue_receiving.sql`.
 CREATE OR REPLACE FUNCTION {schema}.lock_last_of_keys(of_queue integer, keys text[]) RETURNS boolean[]
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
-SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off AS $$
+SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off
+SET enable_sort = off SET jit = off AS $$
 BEGIN
     RETURN ARRAY(
         SELECT coalesce(

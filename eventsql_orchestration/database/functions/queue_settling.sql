@@ -47,7 +47,8 @@ CREATE OR REPLACE FUNCTION {schema}.acknowledge_messages(
     of_queue integer, ids bigint[], receipts integer[]
 ) RETURNS bigint[]
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
-SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off AS $$
+SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off
+SET enable_sort = off SET jit = off AS $$
 DECLARE
     ordered boolean;
     retention double precision;
@@ -119,7 +120,7 @@ BEGIN
         IF next IS NOT NULL THEN
             UPDATE {schema}.queue_message m
             SET eql_visible_at = greatest(clock_timestamp(), m.eql_due_at), eql_due_at = NULL
-            WHERE m.eql_id = ANY (next) AND m.eql_visible_at = 'infinity';
+            WHERE m.eql_id = ANY (next) AND NOT isfinite(m.eql_visible_at);
         END IF;
     END IF;
     RETURN '{}';
