@@ -299,6 +299,15 @@ def test_acknowledged_messages_are_archived_until_their_retention_ends(database:
     assert queue.archived() == []
 
 
+def test_archived_messages_are_kept_for_their_retention_in_any_time_zone(dsn: str) -> None:
+    with Database(f"{dsn}?options=-ctimezone%3D48") as database:
+        queue = Queue(database, "commands", retention=timedelta(hours=1))
+        queue.send(b"1")
+        queue.acknowledge(queue.receive()[0])
+        assert drop_expired_archives(database) == []
+        assert [each.body for each in queue.archived()] == [b"1"]
+
+
 def test_acknowledgements_at_once_make_the_archive_once(database: Database, until_blocked: UntilBlocked) -> None:
     queue = Queue(database, "commands", retention=timedelta(days=3))
     queue.send_all([b"1", b"2"])

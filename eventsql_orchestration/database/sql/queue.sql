@@ -231,11 +231,12 @@ FROM {schema}.queue_archive
 WHERE eql_queue = %(queue)s
 ORDER BY eql_acknowledged_at DESC LIMIT %(limit)s;
 
--- expired_archives -- The partitions of the archive whose messages have all expired.
+-- expired_archives -- The partitions of the archive whose messages have all expired. A partition has a day of UTC.
 SELECT c.relname
 FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid
 WHERE i.inhparent = to_regclass(%(archive)s) AND NOT i.inhdetachpending
-  AND c.relname ~ '^queue_archive_[0-9]+$' AND to_date(right(c.relname, 8), 'YYYYMMDD') + 1 < now()
+  AND c.relname ~ '^queue_archive_[0-9]+$'
+  AND to_date(right(c.relname, 8), 'YYYYMMDD') + 1 < (now() AT TIME ZONE 'UTC')
 ORDER BY c.relname;
 
 -- may_read_lag -- Whether this role may read the state of messages, beside that of queues.
