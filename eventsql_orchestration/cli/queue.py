@@ -199,24 +199,19 @@ def receive(
     acknowledge: Annotated[bool, option("Acknowledge the messages after they are printed.")],
     as_json: AsJson,
 ) -> None:
-    """Receive messages of QUEUE and print them. Without --acknowledge, they are given back at once."""
+    """Receive messages of QUEUE and print them. Without --acknowledge, they are given back, and spend no receive."""
     with context.platform() as platform:
         source = _existing(platform, name)
         messages = source.receive(max_messages=limit, wait=wait or 0.0)
         try:
             _print(messages, as_json=as_json)
         except BaseException:
-            _give_back(source, messages)
+            source.give_back(messages)
             raise
         if acknowledge:
             source.acknowledge_all(messages)
         else:
-            _give_back(source, messages)
-
-
-def _give_back(source: Queue, messages: Sequence[Message]) -> None:
-    for message in messages:
-        source.release(message)
+            source.give_back(messages)
 
 
 def _print(messages: Sequence[Message | PeekedMessage], *, as_json: bool) -> None:

@@ -48,10 +48,12 @@ def test_a_queue_is_created_filled_looked_at_and_emptied(run: Run) -> None:
     assert [(each["queue"], each["visible"]) for each in listed] == [("jobs", 0), ("jobs_dead", 0)]
 
 
-def test_messages_that_are_only_shown_are_given_back(run: Run, database: Database) -> None:
-    run("queue", "send", "jobs", "one")
-    assert run("queue", "receive", "jobs").exit_code == 0
-    assert Queue(database, "jobs").depth().visible == 1
+def test_messages_that_are_only_shown_are_given_back_and_spend_no_receive(run: Run, database: Database) -> None:
+    queue = Queue(database, "jobs", max_receives=1)
+    queue.send(b"one")
+    for _ in range(2):
+        assert [each["body"] for each in shown(run, "queue", "receive", "jobs")] == ["one"]
+    assert queue.depth().visible == 1
 
 
 @pytest.mark.parametrize("separator", [[], ["--"]], ids=["plain", "after dashes"])
