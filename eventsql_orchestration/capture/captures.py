@@ -22,6 +22,7 @@ from eventsql_orchestration.capture.values import (
     Columns,
     Table,
     as_capture,
+    bypass_of,
     drop_command,
     grant_of,
     grants_to_read,
@@ -192,7 +193,7 @@ class Captures:
         elif not found.readable:
             reason = f"role {found.platform_owner} may not read it: {grants_to_read(str(found), found.platform_owner)}"
         elif found.hidden:
-            reason = f"its row security hides rows from role {found.platform_owner}"
+            reason = f"its row security hides rows from role {found.platform_owner}: {bypass_of(found.platform_owner)}"
         else:
             return found
         raise CaptureError(f"table {table!r} cannot be captured: {reason}")

@@ -35,6 +35,11 @@ def grant_of(role: str, member: str) -> str:
     return sql.SQL("GRANT {} TO {}").format(sql.Identifier(role), sql.Identifier(member)).as_string()
 
 
+def bypass_of(role: str) -> str:
+    """The statement after which no row security hides rows from a role. A superuser may execute it."""
+    return sql.SQL("ALTER ROLE {} BYPASSRLS").format(sql.Identifier(role)).as_string()
+
+
 def drop_command(table: str, topic: str) -> str:
     """The command that ends a capture."""
     return advised("capture drop", table, topic)
@@ -108,6 +113,7 @@ def as_capture(  # noqa: PLR0917 - the columns of a row
     number: int, table: str, topic: str, key: Sequence[str], columns: Sequence[str] | None, snapshot: str, rows: int,
     created_at: datetime, exists: bool, missing: Sequence[str], outdated: bool, triggers: int, inherits: bool,
     unlogged: bool | None, added_again: Sequence[str], runs_as: str, readable: bool, outsider: str | None,
+    hidden: bool | None,
 ) -> Capture:  # fmt: skip
     problem = grants = None
     if not exists:
@@ -129,6 +135,9 @@ def as_capture(  # noqa: PLR0917 - the columns of a row
             f"its triggers run as {runs_as}, its owner {outsider} is not a member of that role, and writes to it fail: "
             f"{grants}"
         )
+    elif hidden:
+        grants = bypass_of(runs_as)
+        problem = f"its row security hides rows from role {runs_as}, and writes to it fail: {grants}"
     return Capture(
         number, table, topic, tuple(key), None if columns is None else tuple(columns), snapshot, rows, created_at,
         problem, outdated, tuple(added_again), grants,

@@ -463,6 +463,23 @@ def test_a_table_that_changes_to_a_kind_that_cannot_be_captured_is_a_problem(
     assert orders.captures.list()[0].problem is not None
 
 
+def test_row_security_that_binds_the_triggers_role_is_a_problem(orders: EventSQL, session: Connection) -> None:
+    session.execute("CREATE ROLE keeper; GRANT SELECT ON orders TO keeper")
+    try:
+        session.execute("ALTER FUNCTION eventsql.capture_changes() OWNER TO keeper")
+        assert orders.captures.list()[0].problem is None
+        session.execute("ALTER TABLE orders ENABLE ROW LEVEL SECURITY")
+        (broken,) = orders.captures.list()
+        assert broken.problem is not None
+        with pytest.raises(CaptureError):
+            orders.capture("orders", "changes")
+        assert broken.grants is not None
+        session.execute(broken.grants.encode())
+        assert orders.captures.list()[0].problem is None
+    finally:
+        session.execute("REASSIGN OWNED BY keeper TO CURRENT_USER; DROP OWNED BY keeper; DROP ROLE keeper")
+
+
 def test_a_capture_waits_for_writers_and_gives_up(
     platform: EventSQL, sessions: Sessions, session: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:

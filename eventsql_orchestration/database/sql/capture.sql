@@ -1,3 +1,7 @@
+-- part hides_rows -- Whether the row security of a table binds the platform's owner.
+c.relrowsecurity AND (c.relforcerowsecurity OR NOT pg_has_role(f.proowner, c.relowner, 'USAGE'))
+    AND NOT EXISTS (SELECT FROM pg_roles r WHERE r.oid = f.proowner AND (r.rolsuper OR r.rolbypassrls))
+
 -- table -- A table to be captured: its oid, schema, name, kind, persistence; whether it is a partition or has
 -- inheritance; whether it is a table of the system; its owner, the platform's owner, and whether the
 -- table's owner is a member of the platform's; its primary key; whether the platform's owner may read it, and whether its
@@ -15,8 +19,7 @@ SELECT c.oid::bigint, n.nspname, c.relname, c.relkind::text, c.relpersistence::t
            ORDER BY k.place
        )::text[],
        has_table_privilege(f.proowner, c.oid, 'SELECT') AND has_schema_privilege(f.proowner, n.oid, 'USAGE'),
-       c.relrowsecurity AND (c.relforcerowsecurity OR NOT pg_has_role(f.proowner, c.relowner, 'USAGE'))
-           AND NOT EXISTS (SELECT FROM pg_roles r WHERE r.oid = f.proowner AND (r.rolsuper OR r.rolbypassrls)),
+       {hides_rows},
        quote_ident(n.nspname) || '.' || quote_ident(c.relname)
 FROM pg_class c
 JOIN pg_namespace n ON n.oid = c.relnamespace
@@ -159,7 +162,7 @@ ARRAY(
 -- of creation, whether the table exists, the columns that a restored table lacks, whether the table is a restored one or has
 -- renamed or dropped columns, how many of its four triggers would run, whether the table is a partition or has inheritance,
 -- whether a crash empties it, the columns that were dropped and added again, the role as which its triggers run, whether
--- that role may read it, and its owner if the owner is not a member of that role.
+-- that role may read it, its owner if the owner is not a member of that role, and whether row security binds that role.
 SELECT captured.eql_id, coalesce(quote_ident(c.nspname) || '.' || quote_ident(c.relname), captured.eql_table), captured.eql_topic,
        now.key, now.columns, captured.eql_snapshot, captured.eql_snapshot_rows,
        captured.eql_created_at, c.relname IS NOT NULL, ARRAY(
@@ -186,10 +189,12 @@ SELECT captured.eql_id, coalesce(quote_ident(c.nspname) || '.' || quote_ident(c.
        ),
        pg_get_userbyid(f.proowner),
        has_schema_privilege(f.proowner, c.namespace, 'USAGE') AND has_table_privilege(f.proowner, c.oid, 'SELECT'),
-       CASE WHEN NOT pg_has_role(c.relowner, f.proowner, 'MEMBER') THEN pg_get_userbyid(c.relowner) END
+       CASE WHEN NOT pg_has_role(c.relowner, f.proowner, 'MEMBER') THEN pg_get_userbyid(c.relowner) END,
+       {hides_rows}
 FROM {schema}.capture captured
 LEFT JOIN (
-    SELECT c.oid, n.oid AS namespace, n.nspname, c.relname, c.relowner, c.relpersistence
+    SELECT c.oid, n.oid AS namespace, n.nspname, c.relname, c.relowner, c.relpersistence, c.relrowsecurity,
+           c.relforcerowsecurity
     FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
 ) c ON c.oid = {relation}
 JOIN pg_proc f ON f.proname = 'capture_changes'
