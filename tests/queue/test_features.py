@@ -127,6 +127,22 @@ def test_a_sender_does_not_wait_for_the_transaction_of_a_sender_of_another_id(
     assert sorted(rows) == [("w",), ("x",), ("z",)], "a send by itself deletes the ids whose time has ended"
 
 
+def test_a_send_in_a_callers_transaction_deletes_ids_that_nobody_has_sent_for_a_day(
+    database: Database, queue: Queue, session: Connection
+) -> None:
+    for name in ("old", "older", "yesterday"):
+        queue.send(b"1", deduplication_id=name)
+    ended = (
+        "UPDATE eventsql.queue_deduplication SET eql_expires_at = now() - %s::interval WHERE eql_deduplication_id = %s"
+    )
+    for name, ago in (("old", "2 days"), ("older", "3 days"), ("yesterday", "23 hours")):
+        session.execute(ended, [ago, name])
+    with database.transaction() as connection:
+        queue.send(b"2", deduplication_id="new", connection=connection)
+    rows = session.execute("SELECT eql_deduplication_id FROM eventsql.queue_deduplication").fetchall()
+    assert sorted(rows) == [("new",), ("yesterday",)]
+
+
 def test_spent_messages_move_to_the_dead_letters_with_their_history(database: Database) -> None:
     queue = Queue(database, "commands", max_receives=2, dead_letters="graveyard")
     queue.send(b"bad", metadata={"a": "b"})

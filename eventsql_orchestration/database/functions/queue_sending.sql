@@ -119,14 +119,14 @@ BEGIN
                 ids[place] := sent;
             END IF;
         END LOOP;
-        IF alone THEN
-            -- In a transaction that goes on, the next sender of a deleted id would wait until the transaction ends.
-            DELETE FROM {schema}.queue_deduplication d WHERE d.ctid = ANY (ARRAY(
-                SELECT e.ctid FROM {schema}.queue_deduplication e
-                WHERE e.eql_queue = of_queue AND e.eql_expires_at < now()
-                ORDER BY e.eql_expires_at LIMIT 2 * cardinality(deduplication_ids) FOR UPDATE SKIP LOCKED
-            ));
-        END IF;
+        -- The next sender of a deleted id waits until this transaction ends. So a transaction that goes on deletes only
+        -- ids whose window ended a day ago.
+        DELETE FROM {schema}.queue_deduplication d WHERE d.ctid = ANY (ARRAY(
+            SELECT e.ctid FROM {schema}.queue_deduplication e
+            WHERE e.eql_queue = of_queue
+              AND e.eql_expires_at < now() - CASE WHEN alone THEN interval '0' ELSE interval '1 day' END
+            ORDER BY e.eql_expires_at LIMIT 2 * cardinality(deduplication_ids) FOR UPDATE SKIP LOCKED
+        ));
     END IF;
 
     IF ids IS NOT NULL THEN

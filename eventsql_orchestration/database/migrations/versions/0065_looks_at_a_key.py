@@ -3,6 +3,8 @@
 For such a table, all indexes cost nearly the same, and the lower ones a little less. A look at a long key read the
 whole queue through the index of visible messages. A receive that parks many messages reads each of them a few times:
 behind a message that is held, the look for an earlier one read all messages of the key that the call had parked.
+
+A send in SQL or in a caller's transaction deletes deduplication ids whose window ended a day ago.
 """
 
 from __future__ import annotations
