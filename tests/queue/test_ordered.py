@@ -259,6 +259,37 @@ def test_a_message_that_commits_late_does_not_overlap_with_a_later_one(
     assert queue.receive(max_messages=5) == []
 
 
+@pytest.mark.parametrize("again", ["released", "expired"])
+def test_messages_of_a_transaction_keep_their_order_if_a_later_one_was_received_before(
+    database: Database, queue: Queue, again: str
+) -> None:
+    queue.definition()
+    with database.transaction() as late:
+        queue.send(b"1", key="a", connection=late)
+        queue.send(b"2", key="a", delay=60, connection=late)
+        queue.send(b"3", key="a")
+        (third,) = queue.receive()
+    assert queue.receive() == []
+    if again == "released":
+        queue.release(third, delay=60)
+    with database.connection() as connection:
+        # The delay of the second message has passed.
+        connection.execute(
+            "UPDATE eventsql.queue_message SET eql_due_at = now(), "
+            "eql_visible_at = CASE eql_visible_at WHEN 'infinity' THEN eql_visible_at ELSE now() END "
+            "WHERE eql_body = '2'"
+        )
+    if again == "expired":
+        expire(database)
+    received: list[bytes] = []
+    for _ in range(4):
+        for message in queue.receive():
+            received += bodies([message])
+            queue.acknowledge(message)
+        expire(database)
+    assert received == [b"1", b"2", b"3"]
+
+
 ALONE = (
     "SELECT eventsql.put_messages((SELECT eql_id FROM eventsql.queue), ARRAY['2'::bytea], ARRAY['a'], alone => true)"
 )

@@ -255,6 +255,7 @@ DECLARE
     waits_for bigint[];
     witnesses bigint[];
     parked bigint[];
+    late boolean;
     gone_keys text[];
     until timestamptz;
 BEGIN
@@ -269,8 +270,9 @@ BEGIN
            array_agg(c.eql_id) FILTER (WHERE c.witness IS NULL AND c.received >= allowed),
            array_agg(c.eql_key) FILTER (WHERE c.witness IS NULL AND c.received >= allowed AND c.eql_in_order),
            array_agg(c.eql_id) FILTER (WHERE c.witness IS NOT NULL),
-           array_agg(c.witness) FILTER (WHERE c.witness IS NOT NULL)
-    INTO ready, spent, gone_keys, waiting, waits_for
+           array_agg(c.witness) FILTER (WHERE c.witness IS NOT NULL),
+           bool_or(c.witness > c.eql_id)
+    INTO ready, spent, gone_keys, waiting, waits_for, late
     FROM (
         SELECT m.ctid AS place, m.eql_id, m.eql_key, m.eql_in_order, m.eql_receives - m.eql_unhandled AS received,
                coalesce(taken_before.eql_id, earlier.eql_id, parked.eql_id) AS witness
@@ -326,6 +328,26 @@ BEGIN
             eql_receipt = NULL,
             eql_history = {schema}.note_of_message(m.eql_history, m.eql_receipt, m.eql_visible_at)
         WHERE m.eql_id = ANY (waiting);
+        IF late THEN
+            -- A later message was received before an earlier one came, which is parked now. The new messages between
+            -- them come after the parked one, so they are parked, too.
+            UPDATE {schema}.queue_message m SET eql_due_at = m.eql_visible_at, eql_visible_at = 'infinity'
+            WHERE m.eql_id = ANY (ARRAY(
+                SELECT later.eql_id
+                FROM (
+                    SELECT p.eql_key, min(p.eql_id) AS earliest FROM {schema}.queue_message p
+                    WHERE p.eql_id = ANY (parked) GROUP BY p.eql_key
+                ) of_key
+                CROSS JOIN LATERAL (
+                    SELECT o.eql_id FROM {schema}.queue_message o
+                    WHERE o.eql_queue = of_queue AND o.eql_key >= of_key.eql_key AND o.eql_key <= of_key.eql_key
+                      AND o.eql_in_order AND o.eql_visible_at < 'infinity' AND o.eql_receipt IS NULL
+                      AND o.eql_receives = 0 AND o.eql_id > of_key.earliest
+                    ORDER BY o.eql_key, o.eql_receipt, o.eql_id
+                    FOR NO KEY UPDATE SKIP LOCKED
+                ) later
+            ));
+        END IF;
     END IF;
 
     IF ready IS NOT NULL THEN
