@@ -8,7 +8,7 @@ import threading
 import psycopg
 import pytest
 
-from eventsql_orchestration.database import Database
+from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.errors import MessageNotFoundError, RedefinitionError, ValidationError
 from eventsql_orchestration.model import MAX_KEY_BYTES
 from eventsql_orchestration.queue import Message, NewMessage, Queue
@@ -288,6 +288,27 @@ def test_messages_of_a_transaction_keep_their_order_if_a_later_one_was_received_
             queue.acknowledge(message)
         expire(database)
     assert received == [b"1", b"2", b"3"]
+
+
+@pytest.mark.parametrize("way", ["release", "fail", "in sql"])
+def test_an_earlier_message_that_commits_late_does_not_wait_for_the_retry_of_a_later_one(
+    database: Database, queue: Queue, session: Connection, way: str
+) -> None:
+    queue.definition()
+    with database.transaction() as late:
+        queue.send(b"early id", key="a", connection=late)
+        queue.send(b"late id", key="a")
+        (held,) = queue.receive()
+    assert queue.receive() == []
+    match way:
+        case "release":
+            queue.release(held, delay=60)
+        case "fail":
+            queue.release_failed(held, delay=60, reason="failed")
+        case "in sql":
+            session.execute("SELECT eventsql.queue_release('commands', %s, %s, 60)", [held.id, held.receipt])
+    assert bodies(queue.receive(max_messages=5)) == [b"early id"]
+    assert queue.receive(max_messages=5) == []
 
 
 ALONE = (

@@ -173,6 +173,7 @@ LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp SET plan_cache_m
 SET enable_seqscan = off SET enable_bitmapscan = off AS $$
 DECLARE
     known record;
+    of_key text;
 BEGIN
     known := {schema}.queue_number(queue);
     IF (delay >= 0 AND delay <= 31536000) IS NOT TRUE THEN
@@ -182,9 +183,14 @@ BEGIN
     SET eql_visible_at = clock_timestamp() + make_interval(secs => delay), eql_receipt = NULL,
         eql_history = CASE WHEN reason IS NULL THEN m.eql_history ELSE {schema}.note_of_message(
             m.eql_history, m.eql_receives, clock_timestamp(), left(reason, 1000)) END
-    WHERE m.eql_id = queue_release.id AND m.eql_queue + 0 = known.number AND m.eql_receipt = queue_release.receipt;
+    WHERE m.eql_id = queue_release.id AND m.eql_queue + 0 = known.number AND m.eql_receipt = queue_release.receipt
+    RETURNING CASE WHEN m.eql_in_order THEN m.eql_key END INTO of_key;
     IF NOT FOUND THEN
         PERFORM {schema}.refuse_messages(queue, ARRAY[id]);
+    END IF;
+    IF delay > 0 AND of_key IS NOT NULL THEN
+        -- An earlier message of the key may be parked behind this one. It does not wait for the delay.
+        PERFORM {schema}.promote_keys(known.number, ARRAY[of_key]);
     END IF;
 END
 $$;

@@ -53,13 +53,14 @@ FROM {schema}.take_in_order(%(queue)s, %(max_messages)s, %(visibility_timeout)s,
 -- acknowledge -- Deletes held messages, all or none; gives the ids that are not held, or NULL in an isolated transaction.
 SELECT {schema}.acknowledge_messages(%(queue)s, %(ids)s::bigint[], %(receipts)s::int[]);
 
--- release -- Makes a held message visible after a delay, for another receiver.
+-- release -- Makes a held message visible after a delay, for another receiver. An earlier message of its key may be parked
+-- behind it, because it came after the receive: it does not wait for the delay.
 UPDATE {schema}.queue_message
 SET eql_visible_at = clock_timestamp() + make_interval(secs => %(delay)s), eql_receipt = NULL,
     eql_history = CASE WHEN %(reason)s::text IS NULL THEN eql_history ELSE
         {schema}.note_of_message(eql_history, eql_receives, clock_timestamp(), %(reason)s) END
 WHERE eql_id = %(id)s AND eql_queue = %(queue)s AND eql_receipt = %(receipt)s
-RETURNING eql_id;
+RETURNING eql_id, CASE WHEN eql_in_order AND %(delay)s > 0 THEN {schema}.promote_keys(eql_queue, ARRAY[eql_key]) END;
 
 -- fail -- As `release`, for a message whose handler failed. Gives the queue of the dead letters if its receives are spent: the
 -- next receiver that finds it moves it there, so it does not wait for the delay.
@@ -70,7 +71,8 @@ SET eql_visible_at = clock_timestamp() + make_interval(
     eql_history = {schema}.note_of_message(m.eql_history, m.eql_receives, clock_timestamp(), %(reason)s)
 FROM {schema}.queue q LEFT JOIN {schema}.queue d ON d.eql_id = q.eql_dead_letters
 WHERE m.eql_id = %(id)s AND m.eql_queue = %(queue)s AND m.eql_receipt = %(receipt)s AND q.eql_id = m.eql_queue
-RETURNING CASE WHEN q.eql_max_receives <= (m.eql_receives - m.eql_unhandled) THEN d.eql_name END;
+RETURNING CASE WHEN q.eql_max_receives <= (m.eql_receives - m.eql_unhandled) THEN d.eql_name END,
+          CASE WHEN m.eql_in_order AND %(delay)s > 0 THEN {schema}.promote_keys(m.eql_queue, ARRAY[m.eql_key]) END;
 
 -- give_back -- Makes held messages visible for another receiver; their receive does not count.
 UPDATE {schema}.queue_message

@@ -5,6 +5,9 @@ whole queue through the index of visible messages. A receive that parks many mes
 behind a message that is held, the look for an earlier one read all messages of the key that the call had parked.
 
 A send in SQL or in a caller's transaction deletes deduplication ids whose window ended a day ago.
+
+A message that commits after a later one of its key was received keeps its place before the other messages of its
+transaction, and does not wait for the delay with which the later one is released.
 """
 
 from __future__ import annotations
