@@ -13,7 +13,7 @@ from alembic.migration import MigrationContext
 from sqlalchemy import make_url
 
 from eventsql_orchestration import Consumer, EventSQL, Topic
-from eventsql_orchestration.database import Database, migrations, tables
+from eventsql_orchestration.database import Connection, Database, migrations, tables
 from eventsql_orchestration.database.migrations import holding
 from eventsql_orchestration.errors import DatabaseBusyError, DatabaseError
 from tests.conftest import Administrator
@@ -227,6 +227,23 @@ def test_a_migration_that_gives_up_says_whom_it_waited_for(
         with pytest.raises(DatabaseBusyError, match=r"changed nothing: .* stop these processes first"):
             database.migrate()
         assert database.revision() == "0056"
+
+
+@pytest.mark.parametrize(("of_role", "used"), [("2s", "2s"), ("60s", "10s"), ("0", "10s")])
+def test_a_migration_waits_for_a_table_for_ten_seconds_or_as_long_as_its_role_may(
+    direct_dsn: str, session: Connection, monkeypatch: pytest.MonkeyPatch, of_role: str, used: str
+) -> None:
+    found: list[object] = []
+
+    def look(connection: Connection, _schema: str) -> None:
+        found.append(connection.execute("SHOW lock_timeout").fetchone())
+        raise DatabaseBusyError("seen")
+
+    monkeypatch.setattr(holding, "hold_publishers", look)
+    session.execute("UPDATE eventsql.schema_version SET version_num = '0056'")
+    with Database(f"{direct_dsn}?options=-clock_timeout%3D{of_role}") as database, pytest.raises(DatabaseBusyError):
+        database.migrate()
+    assert found == [(used,)]
 
 
 def test_a_migration_comes_through_between_transactions_that_overlap(

@@ -7,7 +7,7 @@ from eventsql_orchestration.database import role_statements
 from eventsql_orchestration.database.connections import driver_connection
 from eventsql_orchestration.database.migrations import SYSTEM_PATH, known
 from eventsql_orchestration.database.migrations.holding import hold_publishers
-from eventsql_orchestration.database.queries import Queries
+from eventsql_orchestration.database.queries import Queries, statement
 from eventsql_orchestration.database.tables import VERSION_TABLE
 
 connection = context.config.attributes["connection"]
@@ -23,7 +23,7 @@ connection.exec_driver_sql(SYSTEM_PATH)
 # Only in UTC does a column of `timestamp` become `timestamptz` without a rewrite of its table.
 connection.exec_driver_sql("SET LOCAL timezone TO 'UTC'")
 # While ALTER TABLE waits for an open transaction, later statements wait behind it. So it does not wait for long.
-connection.exec_driver_sql("SET LOCAL lock_timeout TO '10s'")
+connection.exec_driver_sql(statement("sessions", "give_way"))
 context.configure(connection=connection, version_table=VERSION_TABLE, version_table_schema=schema)
 found = context.get_context().get_current_revision()
 # A newer package may have migrated while this process waited for it. Its schema is used as it is.

@@ -25,6 +25,10 @@ SELECT set_config('search_path', 'pg_catalog, pg_temp', true),
 SELECT set_config(name, '0', true) FROM pg_settings
 WHERE name = ANY (ARRAY['statement_timeout', 'transaction_timeout', 'idle_in_transaction_session_timeout']);
 
+-- give_way -- Let this transaction wait for each lock for 10 seconds at most, unless the session has a shorter limit.
+SELECT set_config('lock_timeout', '10s', true) FROM pg_settings
+WHERE name = 'lock_timeout' AND (setting::int = 0 OR setting::int > 10000);
+
 -- has_schema -- Whether there is a schema of this name.
 SELECT to_regnamespace(%(schema)s) IS NOT NULL;
 
