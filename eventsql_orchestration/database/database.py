@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import psycopg
 import sqlalchemy
@@ -50,6 +50,10 @@ from eventsql_orchestration.validation import DEFAULT_SCHEMA, check_kind
 
 logger = logging.getLogger(__name__)
 
+KEEPALIVES: Final = {"keepalives_idle": 15, "keepalives_interval": 5, "keepalives_count": 3}
+"""Options of libpq: while a connection waits for an answer, the kernel finds out within half a minute that the server's
+machine is gone. By default, that takes two hours. `open` in `sessions.sql` is the same for the server."""
+
 Result = TypeVar("Result")
 
 
@@ -83,7 +87,7 @@ class Database:
         self._ready = False
         self._ready_lock = threading.Lock()
         self._role: CurrentRole | None = None
-        options = {"application_name": application_name, "connect_timeout": 10}
+        options = {"application_name": application_name, "connect_timeout": 10, **KEEPALIVES}
         self._connect_args = {name: value for name, value in options.items() if name not in self.url.query}
         self._home = Home()
         self._pool = Pool(self.url, self._connect_args, size=pool_size, overflow=max_overflow, note=self._home.note)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import socket
 import threading
 import time
@@ -154,7 +153,6 @@ class Listener:
             while True:
                 try:
                     with closing(self._database.dedicated()) as connection:
-                        _detect_silence(connection)
                         if wait([ending], 0.0):
                             return
                         if not self._shared(connection) and self._listen(connection, ending):
@@ -257,14 +255,3 @@ def _call(callbacks: Iterable[Callback]) -> None:
         except Exception:
             # The other callbacks must still run.
             logger.exception("a subscriber failed to handle a notification")
-
-
-def _detect_silence(connection: Connection) -> None:
-    """Let the kernel find out within half a minute that the server's machine is gone: a listener sends nothing."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as wire:
-        if wire.family not in (socket.AF_INET, socket.AF_INET6):
-            return
-        wire.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
-            if (option := getattr(socket, name, None)) is not None:
-                wire.setsockopt(socket.IPPROTO_TCP, option, value)

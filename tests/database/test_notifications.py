@@ -163,14 +163,14 @@ def test_a_listener_that_loses_its_connection_says_so_and_listens_again(
 def test_a_listener_for_which_the_process_has_no_file_left_listens_later(
     listener: Listener, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    detect, refusals = notifications._detect_silence, [OSError(errno.EMFILE, "Too many open files")]
+    shared, refusals = Listener._shared, [OSError(errno.EMFILE, "Too many open files")]
 
-    def detect_unless_full(connection: Connection) -> None:
+    def shared_unless_full(listener: Listener, connection: Connection) -> bool:
         if refusals:
             raise refusals.pop()
-        detect(connection)
+        return shared(listener, connection)
 
-    monkeypatch.setattr(notifications, "_detect_silence", detect_unless_full)
+    monkeypatch.setattr(Listener, "_shared", shared_unless_full)
     listener.subscribe(LOG, "orders", lambda: None)
     until(lambda: listener.listening)
     assert not refusals

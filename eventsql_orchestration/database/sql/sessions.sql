@@ -1,6 +1,7 @@
 -- open -- The answering server process, the database's encoding, and whether transactions begin as READ COMMITTED and
 -- arrays have NULLs. If the process is the connection's own and not a pooler's, this makes the settings that results
--- depend on.
+-- depend on. The server also ends the session within half a minute if the client's machine is gone: its transaction may
+-- have locked a topic or a consumer.
 SELECT pg_backend_pid(), current_setting('server_encoding'),
        current_setting('default_transaction_isolation') = 'read committed', current_setting('array_nulls') = 'on',
        CASE WHEN pg_backend_pid() = %(pid)s THEN ARRAY[
@@ -9,7 +10,12 @@ SELECT pg_backend_pid(), current_setting('server_encoding'),
            set_config('extra_float_digits', '1', false),
            set_config('array_nulls', 'on', false),
            set_config('row_security', 'on', false),
-           set_config('default_transaction_isolation', 'read committed', false)
+           set_config('default_transaction_isolation', 'read committed', false),
+           set_config('tcp_keepalives_idle', least(current_setting('tcp_keepalives_idle')::int, 15)::text, false),
+           set_config(
+               'tcp_keepalives_interval', least(current_setting('tcp_keepalives_interval')::int, 5)::text, false
+           ),
+           set_config('tcp_keepalives_count', least(current_setting('tcp_keepalives_count')::int, 3)::text, false)
        ] END;
 
 -- set_style -- Set the format of times for the transaction, or for the session.
