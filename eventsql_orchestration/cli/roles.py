@@ -45,7 +45,9 @@ def create(context: CliContext, prefix: _Prefix, topics: _Topics) -> None:
 def sql(context: CliContext, prefix: _Prefix, topics: _Topics) -> None:
     """Print the SQL of `eventsql roles create`, to apply it by hand."""
     with context.platform() as platform:
-        for shard in platform.shards:
+        for shard in platform.opened():
+            if shard.name is not None:
+                write(f"-- Shard {shard.name}, {shard.database}\n")
             write(Roles(shard.database).sql(prefix=prefix, topics=topics))
 
 
@@ -53,15 +55,22 @@ def sql(context: CliContext, prefix: _Prefix, topics: _Topics) -> None:
 def list_roles(context: CliContext, as_json: AsJson) -> None:
     """List the roles of this installation and their members."""
     with context.platform() as platform:
-        states = {state.role.name: state for shard in platform.shards for state in Roles(shard.database).states()}
+        found = [(shard.name, state) for shard in platform.opened() for state in Roles(shard.database).states()]
     rows: list[dict[str, Any]] = [
-        {"role": name, "kind": state.role.kind, "topic": state.role.topic, "members": list(state.members)}
-        for name, state in states.items()
+        {
+            **context.on_shard(shard),
+            "role": state.role.name,
+            "kind": state.role.kind,
+            "topic": state.role.topic,
+            "members": list(state.members),
+        }
+        for shard, state in found
     ]
     if not rows and not as_json:
         say("there are no roles: `eventsql roles create` makes them")
         return
     columns: Columns = {
+        "shard": lambda row: row.get("shard"),
         "role": itemgetter("role"),
         "does": itemgetter("kind"),
         "topic": lambda row: row["topic"] or "all",

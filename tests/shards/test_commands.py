@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
@@ -336,6 +337,16 @@ def test_publications_that_are_not_finished_are_shown(orders: Run, dsns: list[st
     assert "nightly" in shown.stdout
     assert "it is being published" in shown.stdout
     assert "no consumer is held back" in shown.stderr
+
+
+def test_roles_are_listed_for_each_shard(run: Run) -> None:
+    prefix = f"r{uuid.uuid4().hex[:8]}"
+    run("migrate")
+    printed = run("roles", "sql", "--prefix", prefix).stdout
+    assert re.findall("^-- Shard ([a-z0-9-]+),", printed, re.MULTILINE) == ["shard-1", "shard-2"]
+    run("roles", "create", "--prefix", prefix)
+    listed = objects(run("roles", "list", "--json"))
+    assert [each["shard"] for each in listed if each["kind"] == "reader"] == ["shard-1", "shard-2"]
 
 
 def test_doctor_looks_at_each_shard(orders: Run) -> None:
