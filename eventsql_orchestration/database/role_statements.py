@@ -189,7 +189,8 @@ def policies(connection: Connection, roles: Sequence[Role], schema: str) -> Stat
             yield ddl("CREATE POLICY {} ON {} TO {} USING ({})", role.name, table, role.name, own)
 
 
-def removal(connection: Connection, schema: str, roles: Sequence[Role], *, everything: bool) -> Statements:
+def removal(connection: Connection, schema: str, removed: Sequence[RoleState], *, everything: bool) -> Statements:
+    """A role that has rights in another database stays on the server: that database may be another shard."""
     functions = rows_of(connection, schema, "functions", functions=list(grants.GRANTED_FUNCTIONS))
     objects: list[tuple[sql.SQL, sql.Composable]] = [
         (sql.SQL("TABLE"), sql.Identifier(*row[:2])) for row in owned_tables(connection, schema)
@@ -199,16 +200,19 @@ def removal(connection: Connection, schema: str, roles: Sequence[Role], *, every
     objects += [(sql.SQL("FUNCTION"), sql.SQL(name)) for name, _ in functions]
     if everything:
         yield ddl("DROP TRIGGER IF EXISTS {} ON {}.event_buffer", grants.TRIGGER, schema)
-    policies = [role.name for role in roles if role.topic is not None] + ([_EVERYTHING] if everything else [])
+    policies = [state.role.name for state in removed if state.role.topic is not None]
+    policies += [_EVERYTHING] if everything else []
     for table in (sql.Identifier(schema, name) for name in grants.BY_TOPIC):
         for policy in policies:
             yield ddl("DROP POLICY IF EXISTS {} ON {}", policy, table)
         if everything:
             yield ddl("ALTER TABLE {} DISABLE ROW LEVEL SECURITY", table)
 
-    for role in roles:
-        name = sql.Literal(role.name)
+    for state in removed:
+        role, name = state.role, sql.Literal(state.role.name)
         yield ddl("DELETE FROM {}.access_role WHERE eql_role OPERATOR(pg_catalog.=) {}", schema, name)
+        if not state.exists:
+            continue
         if role.kind == ADMIN:
             yield ddl("REASSIGN OWNED BY {} TO CURRENT_USER", role.name)
             # The role owns nothing now. This removes its rights on tables that are captured, or were captured before.
@@ -217,4 +221,5 @@ def removal(connection: Connection, schema: str, roles: Sequence[Role], *, every
             for kind, granted in objects:
                 yield ddl("REVOKE ALL ON {} {} FROM {}", kind, granted, role.name)
         yield ddl("REVOKE ALL ON SCHEMA {} FROM {}", schema, role.name)
-        yield ddl("DROP ROLE {}", role.name)
+        if rows_of(connection, schema, "elsewhere", role=role.name) == [(False,)]:
+            yield ddl("DROP ROLE {}", role.name)

@@ -64,27 +64,27 @@ class Roles:
     def drop(self, *, topics: Sequence[str] = ()) -> list[Role]:
         """Drop the roles of `topics`, or all of this installation; returns the dropped roles.
 
-        The admin role's tables become the current role's. Raises `RegistryError` if another database still grants
-        something to one of them, and `CaptureError` if the triggers of a captured table could not run as the current
-        role.
+        The admin role's tables become the current role's. A role that has rights in another database of the server
+        stays there. Raises `RegistryError` if one of the roles has rights that were granted by hand, and `CaptureError`
+        if the triggers of a captured table could not run as the current role.
         """
         schema = self._database.schema
         with self._database.transaction() as connection:
             connection.execute(_LOCK)
-            known = [state.role for state in role_statements.states(connection, schema)]
-            roles = [role for role in known if not topics or role.topic in topics]
+            known = role_statements.states(connection, schema)
+            removed = [state for state in known if not topics or state.role.topic in topics]
             try:
                 role_statements.run(
-                    connection, role_statements.removal(connection, schema, roles, everything=not topics)
+                    connection, role_statements.removal(connection, schema, removed, everything=not topics)
                 )
-                if roles and not topics:
+                if removed and not topics:
                     role_statements.check_captures(connection, schema, None)
             except psycopg.errors.DependentObjectsStillExist as error:
                 raise RegistryError(
-                    f"a role still has rights or tables elsewhere ({error.diag.message_detail or error}): drop the "
-                    "roles of the other databases first, or revoke those rights"
+                    "a role has rights or tables beside those of the platform "
+                    f"({error.diag.message_detail or error}): revoke these rights first"
                 ) from error
-        return roles
+        return [state.role for state in removed]
 
     def creators(self) -> list[str | None]:
         """The roles that may create objects in the platform's schema, beside its owners. None stands for PUBLIC."""

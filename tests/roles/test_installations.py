@@ -278,6 +278,14 @@ def test_a_restored_database_whose_server_lacks_a_role_takes_topics_and_migratio
     assert list(as_("reader").reader.read("later")) == []
 
 
+@pytest.mark.usefixtures("own_roles")
+def test_a_restored_database_drops_roles_that_its_server_lacks(owner: EventSQL) -> None:
+    with owner.database.connection() as connection:
+        connection.execute("INSERT INTO eventsql.access_role VALUES ('left_behind', 'sender', NULL)")
+    assert "left_behind" in {role.name for role in Roles(owner.database).drop()}
+    assert Roles(owner.database).states() == []
+
+
 def test_a_stager_publishes_blocks(owner: EventSQL, login: Login) -> None:
     pytest.importorskip("pyarrow")
     import pyarrow as pa  # type: ignore[import-untyped]  # it has no types

@@ -339,7 +339,9 @@ def test_publications_that_are_not_finished_are_shown(orders: Run, dsns: list[st
     assert "no consumer is held back" in shown.stderr
 
 
-def test_roles_are_listed_for_each_shard(run: Run) -> None:
+def test_roles_are_listed_for_each_shard_and_dropped_although_the_shards_share_a_server(
+    run: Run, dsns: list[str]
+) -> None:
     prefix = f"r{uuid.uuid4().hex[:8]}"
     run("migrate")
     printed = run("roles", "sql", "--prefix", prefix).stdout
@@ -347,6 +349,11 @@ def test_roles_are_listed_for_each_shard(run: Run) -> None:
     run("roles", "create", "--prefix", prefix)
     listed = objects(run("roles", "list", "--json"))
     assert [each["shard"] for each in listed if each["kind"] == "reader"] == ["shard-1", "shard-2"]
+    run("roles", "drop", "--all")
+    assert "there are no roles" in run("roles", "list").stderr
+    with psycopg.connect(dsns[0]) as connection:
+        left = connection.execute("SELECT rolname FROM pg_roles WHERE starts_with(rolname, %s)", [prefix])
+        assert left.fetchall() == []
 
 
 def test_doctor_looks_at_each_shard(orders: Run) -> None:

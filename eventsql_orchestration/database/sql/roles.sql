@@ -132,6 +132,13 @@ WHERE rolname = ANY (%(names)s)
   AND (rolcanlogin OR rolsuper OR rolcreaterole OR rolcreatedb OR rolreplication OR rolbypassrls)
 ORDER BY rolname;
 
+-- elsewhere -- Whether a role has rights or tables in another database of the server.
+SELECT EXISTS (
+    SELECT FROM pg_shdepend d JOIN pg_roles r ON r.oid = d.refobjid
+    WHERE d.refclassid = 'pg_catalog.pg_authid'::regclass AND r.rolname = %(role)s AND d.dbid <> 0
+      AND d.dbid <> (SELECT oid FROM pg_database WHERE datname = current_database())
+);
+
 -- granted -- The roles that have rights on one of these tables or on its columns, beside its owner and PUBLIC.
 SELECT DISTINCT r.rolname
 FROM pg_class c
