@@ -8,6 +8,7 @@ or migration gives each role its rights.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Final
 
 import psycopg
@@ -18,7 +19,9 @@ from eventsql_orchestration.database.connections import Connection
 from eventsql_orchestration.database.database import Database
 from eventsql_orchestration.database.grants import ADMIN, DEFAULT_PREFIX, KINDS, TOPIC_KINDS, Role, role_name
 from eventsql_orchestration.database.installation import REGISTRY_LOCK
+from eventsql_orchestration.database.migrations.holding import hold_publishers
 from eventsql_orchestration.database.role_statements import RoleState, Statements, ddl
+from eventsql_orchestration.database.sessions import wait_at_most
 from eventsql_orchestration.errors import RegistryError, TopicNotFoundError, ValidationError
 from eventsql_orchestration.model import check_schema_name
 
@@ -40,11 +43,13 @@ class Roles:
         A role that exists stays, and gets the rights that it lacks. The admin role becomes the owner of the platform's
         tables, and their former owner becomes a member of it. Raises `TopicNotFoundError`; `ValidationError` if a role
         of the same name is not a group; `PermissionDeniedError` if the current role may not make roles; `CaptureError`
-        if the triggers of a captured table could not run as the admin role.
+        if the triggers of a captured table could not run as the admin role; `DatabaseBusyError` if other transactions
+        keep the tables.
         """
         with self._database.transaction() as connection:
             connection.execute(_LOCK)
             made = self._wanted(connection, prefix, topics)
+            self._hold(connection)
             role_statements.run(connection, self._statements(connection, made))
             role_statements.check_captures(connection, self._database.schema, made[0].name)
             return [state.role for state in role_statements.states(connection, self._database.schema)]
@@ -65,14 +70,15 @@ class Roles:
         """Drop the roles of `topics`, or all of this installation; returns the dropped roles.
 
         The admin role's tables become the current role's. A role that has rights in another database of the server
-        stays there. Raises `RegistryError` if one of the roles has rights that were granted by hand, and `CaptureError`
-        if the triggers of a captured table could not run as the current role.
+        stays there. Raises `RegistryError` if one of the roles has rights that were granted by hand, `CaptureError` if
+        the triggers of a captured table could not run as the current role, and `DatabaseBusyError` as `create`.
         """
         schema = self._database.schema
         with self._database.transaction() as connection:
             connection.execute(_LOCK)
             known = role_statements.states(connection, schema)
             removed = [state for state in known if not topics or state.role.topic in topics]
+            self._hold(connection)
             try:
                 role_statements.run(
                     connection, role_statements.removal(connection, schema, removed, everything=not topics)
@@ -98,6 +104,13 @@ class Roles:
         """
         with self._database.connection() as connection:
             return [name for (name,) in role_statements.rows_of(connection, self._database.schema, "open_functions")]
+
+    def _hold(self, connection: Connection) -> None:
+        """Keep handlers, publishers and receivers away: they use the tables in another order than a change of roles."""
+        wait_at_most(connection, LOCK_SECONDS)
+        # A role that may not lock the tables may not change them either: a later statement says so.
+        with suppress(psycopg.errors.InsufficientPrivilege):
+            hold_publishers(connection, self._database.schema, grants.BY_TOPIC)
 
     def _wanted(self, connection: Connection, prefix: str, topics: Sequence[str]) -> list[Role]:
         """The roles to make, and the roles that exist. The first is the admin role."""

@@ -23,7 +23,7 @@ from eventsql_orchestration.topics.catalog import lock_registry
 from eventsql_orchestration.views import Retained, Timeline, Views
 
 if TYPE_CHECKING:
-    from tests.fixtures import UntilBlocked
+    from tests.fixtures import Sessions, UntilBlocked
     from tests.roles.conftest import As, Login
 
 
@@ -174,6 +174,22 @@ def test_roles_are_made_beside_a_migration(
         monkeypatch.setattr(role_statements, "grant", grant_beside_another)
         owner.database.migrate()
         assert making.pop().result()
+
+
+@pytest.mark.usefixtures("own_roles")
+@pytest.mark.parametrize("table", ["consumer", "consumer_delivery"])
+@pytest.mark.parametrize("change", ["create", "drop"])
+def test_a_change_of_roles_gives_way_to_a_handler_that_publishes(
+    owner: EventSQL, prefix: str, sessions: Sessions, until_blocked: UntilBlocked, *, change: str, table: str
+) -> None:
+    handling, roles = sessions(), Roles(owner.database)
+    handling.execute(f"LOCK TABLE eventsql.{table} IN ROW EXCLUSIVE MODE".encode())
+    with ThreadPoolExecutor(1) as executor:
+        changing = executor.submit(roles.create, prefix=prefix) if change == "create" else executor.submit(roles.drop)
+        until_blocked()
+        handling.execute("LOCK TABLE eventsql.event_buffer IN ROW EXCLUSIVE MODE")
+        handling.commit()
+        assert changing.result()
 
 
 @pytest.mark.usefixtures("own_roles")

@@ -1,8 +1,9 @@
-"""Locking the tables that consumers, publishers and receivers use before a migration changes any table."""
+"""Locking the tables that consumers, publishers and receivers use, before a migration or new roles change any table."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Final
 
 import psycopg
@@ -39,14 +40,14 @@ _IN_USE: Final = (
 )  # fmt: skip
 
 
-def hold_publishers(connection: Connection, schema: str) -> None:
-    """Lock the tables that consumers, publishers and receivers use, all or none, in the caller's transaction.
+def hold_publishers(connection: Connection, schema: str, further: Sequence[str] = ()) -> None:
+    """Lock the tables that consumers, publishers and receivers use, and `further` ones, in the caller's transaction.
 
-    A publisher locks several of them in one statement. If a migration locked one after the other, each could wait for a
-    table that the other has, and the server would end one of them. Raises `DatabaseBusyError` if other transactions
-    keep a table for `SECONDS`.
+    It locks all of them or none. A publisher locks several of them in one statement. If the caller locked one after the
+    other, each could wait for a table that the other has, and the server would end one of them. Raises
+    `DatabaseBusyError` if other transactions keep a table for `SECONDS`.
     """
-    present = [name for name in TABLES if has_table(connection, schema, name)]
+    present = [name for name in (*TABLES, *further) if has_table(connection, schema, name)]
     if not present:
         return
     has_consumers = has_table(connection, schema, CONSUMERS)
@@ -67,7 +68,7 @@ def hold_publishers(connection: Connection, schema: str) -> None:
         except _IN_USE as error:
             if not retry.lasts():
                 raise DatabaseBusyError(
-                    f"the migration of schema {schema!r} changed nothing: other transactions, for example of "
+                    f"schema {schema!r} is as before, this changed nothing: other transactions, for example of "
                     f"consumers' handlers or of outboxes, have kept its tables for {SECONDS:.0f} s. Try again, or "
                     "stop these processes first"
                 ) from error
