@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from psycopg import sql
 
-from eventsql_orchestration.consuming.claim_processing import is_live
+from eventsql_orchestration.consuming.claim_processing import live_owner
 from eventsql_orchestration.consuming.claim_values import Claim, NoClaim
 from eventsql_orchestration.consuming.dead_letter_values import NEVER
 from eventsql_orchestration.consuming.dead_letters import DeadLetters
@@ -117,7 +117,7 @@ class ClaimMaker:
             )
         if locked.retry_in:
             return NoClaim(f"event {state.failed_event_id} is retried in {locked.retry_in:.0f} s ({state.failure})")
-        if instead_of is not None and not is_live(connection, self._queries, instead_of):
+        if instead_of is not None and live_owner(connection, self._queries, instead_of) is None:
             return NoClaim(f"{instead_of} has just ended")
         return None
 

@@ -25,9 +25,9 @@ def lock_claim(connection: Connection, queries: Queries, claim: Claim) -> Locked
     if locked is None:
         raise ClaimLostError(f"{claim} is void: the consumer was deleted")
 
-    # A consumer that was deleted and registered again counts its epochs from the start. The id of a claim is never used
-    # again.
-    if not is_live(connection, queries, claim) or locked.state.epoch != claim.epoch:
+    # A consumer that was deleted and registered again counts its epochs from the start. A server that lacks the last
+    # commits, as after a failover, gives the ids of claims again, too: then the owner is another one.
+    if live_owner(connection, queries, claim) != claim.owner or locked.state.epoch != claim.epoch:
         raise ClaimLostError(f"{claim} was taken over or released")
     if locked.offset != claim.position:
         raise ClaimLostError(
@@ -36,10 +36,10 @@ def lock_claim(connection: Connection, queries: Queries, claim: Claim) -> Locked
     return locked
 
 
-def is_live(connection: Connection, queries: Queries, claim: Claim) -> bool:
-    """Whether a claim is neither committed nor released. If the partition is not locked, that may change at once."""
+def live_owner(connection: Connection, queries: Queries, claim: Claim) -> str | None:
+    """The owner of a claim; None if it was committed or released. If the partition is not locked, that may change."""
     row = fetch_first(connection, queries("claim"), {"claim": claim.id}, prepare=False)
-    return row is not None and row[9] == "claimed"
+    return str(row[8]) if row is not None and row[9] == "claimed" else None
 
 
 def read_range(connection: Connection, log: LogReader, wanted: OffsetRange, *, limit: int | None = None) -> list[Event]:

@@ -482,6 +482,24 @@ def test_an_owner_that_loses_its_claim_between_batches_stops_there(
     assert effects(platform) == ids
 
 
+def test_a_claim_that_a_failover_has_lost_is_not_taken_for_the_claim_that_has_its_id_now(platform: EventSQL) -> None:
+    fill(platform, 4)
+    lost = claim(platform, owner="one")
+    with platform.database.connection() as connection:
+        # As on a promoted server that lacks the commit of the claim.
+        connection.execute(
+            "DELETE FROM eventsql.consumer_claim; "
+            "UPDATE eventsql.consumer SET eql_epoch = 0, eql_lease_owner = NULL, eql_lease_expires_at = NULL; "
+            "ALTER TABLE eventsql.consumer_claim ALTER COLUMN eql_id RESTART"
+        )
+    taken = claim(platform, owner="another")
+    assert (taken.id, taken.epoch, taken.range) == (lost.id, lost.epoch, lost.range)
+    with pytest.raises(ClaimLostError), platform.database.transaction() as connection:
+        platform.claims.commit(connection, lost)
+    with platform.database.transaction() as connection:
+        platform.claims.commit(connection, taken)
+
+
 def test_a_claim_whose_lease_expired_is_its_owners_as_long_as_nobody_takes_it(platform: EventSQL) -> None:
     fill(platform, 4)
     claimed = claim(platform)
