@@ -64,7 +64,11 @@ def grant(connection: psycopg.Connection[Any], schema: str, topics: Sequence[str
     """
     roles = [state.role for state in states(connection, schema) if state.exists]
     found = logs(connection, schema, topics)
-    run(connection, all_grants(roles, schema, found) if topics is None else log_grants(roles, found))
+    if topics is None:
+        run(connection, all_grants(roles, schema, found))
+        connection.execute(guard(schema))
+    else:
+        run(connection, log_grants(roles, found))
 
 
 def ddl(template: LiteralString, *names: str | sql.Composable) -> sql.Composed:
@@ -149,8 +153,12 @@ def all_grants(roles: Sequence[Role], schema: str, logs: Sequence[Log]) -> State
         if role.kind != ADMIN:
             yield from grants.rights(role, schema)
     yield from log_grants(roles, logs)
+
+
+def guard(schema: str) -> sql.Composed:
+    """Make the trigger that refuses events which a role may not publish."""
     # An AFTER trigger: with a BEFORE trigger COPY would store rows one by one.
-    yield ddl(
+    return ddl(
         "CREATE OR REPLACE TRIGGER {} AFTER INSERT ON {}.event_buffer FOR EACH ROW "
         "WHEN (NEW.eql_partition OPERATOR(pg_catalog.<) (-1) "
         "OR NOT pg_catalog.has_function_privilege({}::pg_catalog.regprocedure, 'EXECUTE')) "

@@ -7,8 +7,9 @@ or migration gives each role its rights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Final
 
 import psycopg
@@ -49,8 +50,7 @@ class Roles:
         with self._database.transaction() as connection:
             connection.execute(_LOCK)
             made = self._wanted(connection, prefix, topics)
-            self._hold(connection)
-            role_statements.run(connection, self._statements(connection, made))
+            role_statements.run(connection, self._statements(connection, made, hold=partial(self._hold, connection)))
             role_statements.check_captures(connection, self._database.schema, made[0].name)
             return [state.role for state in role_statements.states(connection, self._database.schema)]
 
@@ -141,7 +141,10 @@ class Roles:
             )
         return wanted
 
-    def _statements(self, connection: Connection, roles: Sequence[Role]) -> Statements:
+    def _statements(
+        self, connection: Connection, roles: Sequence[Role], *, hold: Callable[[], None] = lambda: None
+    ) -> Statements:
+        """Calls `hold` before statements that keep others from a table. GRANTs do not, and there may be many."""
         schema, (admin, *others) = self._database.schema, roles
         yield ddl("SET LOCAL lock_timeout TO {}", sql.Literal(f"{LOCK_SECONDS}s"))
         for role in roles:
@@ -150,6 +153,8 @@ class Roles:
                 "THEN CREATE ROLE {} NOLOGIN; END IF; END $$",
                 sql.Literal(role.name), role.name,
             )  # fmt: skip
+        if any(owner != admin.name for _, _, owner, _ in role_statements.owned_tables(connection, schema)):
+            hold()
         yield from role_statements.ownership(connection, schema, admin.name)
         for role in others:
             yield ddl("GRANT USAGE ON SCHEMA {} TO {}", schema, role.name)
@@ -162,5 +167,7 @@ class Roles:
                 schema, sql.Literal(role.name), sql.Literal(role.kind), sql.Literal(role.topic),
             )  # fmt: skip
         yield from role_statements.all_grants(roles, schema, role_statements.logs(connection, schema))
+        hold()
+        yield role_statements.guard(schema)
         yield from role_statements.policies(connection, roles, schema)
         yield ddl("RESET ROLE")
