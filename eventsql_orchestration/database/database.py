@@ -50,9 +50,11 @@ from eventsql_orchestration.validation import DEFAULT_SCHEMA, check_kind
 
 logger = logging.getLogger(__name__)
 
-KEEPALIVES: Final = {"keepalives_idle": 15, "keepalives_interval": 5, "keepalives_count": 3}
-"""Options of libpq: while a connection waits for an answer, the kernel finds out within half a minute that the server's
-machine is gone. By default, that takes two hours. `open` in `sessions.sql` is the same for the server."""
+SILENCE: Final = {"keepalives_idle": 15, "keepalives_interval": 5, "keepalives_count": 3, "tcp_user_timeout": 30_000}
+"""Options of libpq: the kernel finds out within half a minute that the server's machine is gone. By default, that takes
+two hours while a connection waits for an answer, and 15 minutes while it sends. The statement `open` in `sessions.sql`
+limits how long the server waits for a client's machine.
+"""
 
 Result = TypeVar("Result")
 
@@ -87,7 +89,7 @@ class Database:
         self._ready = False
         self._ready_lock = threading.Lock()
         self._role: CurrentRole | None = None
-        options = {"application_name": application_name, "connect_timeout": 10, **KEEPALIVES}
+        options = {"application_name": application_name, "connect_timeout": 10, **SILENCE}
         self._connect_args = {name: value for name, value in options.items() if name not in self.url.query}
         self._home = Home()
         self._pool = Pool(self.url, self._connect_args, size=pool_size, overflow=max_overflow, note=self._home.note)

@@ -165,27 +165,30 @@ def changed_settings(session: psycopg.Connection[Any]) -> list[tuple[Any, ...]]:
     return session.execute("SELECT name, setting FROM pg_settings WHERE source = 'session' ORDER BY name").fetchall()
 
 
-def keepalives(connection: Connection) -> tuple[list[str], list[int]]:
-    """Seconds until the first probe, seconds between two probes, and their number: of the server, and of the client."""
+def patience(connection: Connection) -> tuple[list[str], list[int]]:
+    """How long the server and the client wait for the machine of the other: seconds until the first probe, seconds
+    between two probes, their number; and of the client, milliseconds until the server has confirmed what was sent.
+    """
     of_server = [
         fetch_one(connection, sql.SQL("SHOW {}").format(sql.Identifier(f"tcp_keepalives_{name}")))[0]
         for name in ("idle", "interval", "count")
     ]
     with socket.socket(fileno=os.dup(connection.fileno())) as wire:
         assert wire.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-        options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT)
         return of_server, [wire.getsockopt(socket.IPPROTO_TCP, option) for option in options]
 
 
 def test_each_side_finds_out_within_half_a_minute_that_the_machine_of_the_other_is_gone(direct_dsn: str) -> None:
     with Database(direct_dsn) as database, database.connection() as pooled, closing(database.dedicated()) as alone:
-        assert keepalives(pooled) == keepalives(alone) == (["15", "5", "3"], [15, 5, 3])
+        assert patience(pooled) == patience(alone) == (["15", "5", "3"], [15, 5, 3, 30_000])
 
 
-def test_keepalives_of_the_url_and_shorter_ones_of_the_database_stay(direct_dsn: str) -> None:
+def test_limits_of_silence_of_the_url_and_shorter_ones_of_the_database_stay(direct_dsn: str) -> None:
     setting(direct_dsn, tcp_keepalives_idle="7")
-    with Database(f"{direct_dsn}?keepalives_idle=60") as database, database.connection() as connection:
-        assert keepalives(connection) == (["7", "5", "3"], [60, 5, 3])
+    url = f"{direct_dsn}?keepalives_idle=60&tcp_user_timeout=90000"
+    with Database(url) as database, database.connection() as connection:
+        assert patience(connection) == (["7", "5", "3"], [60, 5, 3, 90_000])
 
 
 def test_intervals_are_read_in_any_style_of_the_database(dsn: str, direct_dsn: str, notes: None) -> None:
