@@ -30,7 +30,7 @@ NEWEST = {
     "log": ("0063", "1b3577746ee40d7d"),
     "publishing": ("0063", "de8e35eb28fe48e9"),
     "queue": ("0063", "7b098d53469a7a1b"),
-    "queue_receiving": ("0065", "306c229e94cae067"),
+    "queue_receiving": ("0065", "f109bd6877e62b7f"),
     "queue_sending": ("0065", "e4ec6aadef82c1c8"),
     "queue_settling": ("0065", "6b3da312f0aec487"),
     "reading": ("0063", "7bfb14c734beb928"),

@@ -120,6 +120,21 @@ def test_a_receiver_finds_other_keys_behind_thousands_of_a_key_that_is_held(data
     assert bodies(queue.receive(max_messages=10)) == [b"other"]
 
 
+def test_a_receive_gives_out_its_messages_while_their_timeout_is_young(queue: Queue, session: Connection) -> None:
+    queue.send(b"held", key="long")
+    queue.receive()
+    queue.send(b"other", key="other")
+    session.execute("SELECT eventsql.queue_send('commands', 'x', 'long') FROM generate_series(1, 30)")
+    session.execute(
+        "CREATE FUNCTION public.dawdle() RETURNS trigger LANGUAGE plpgsql AS "
+        "$$ BEGIN PERFORM pg_catalog.pg_sleep(0.1); RETURN NULL; END $$; "
+        "CREATE TRIGGER dawdle AFTER UPDATE ON eventsql.queue_message EXECUTE FUNCTION public.dawdle()"
+    )
+    assert bodies(queue.receive(max_messages=10, visibility_timeout=1)) == [b"other"]
+    # It looked at ten messages, and not at all that are behind the first.
+    assert numbers(queue)[3] == 9
+
+
 def test_a_message_that_comes_again_does_not_come_before_a_higher_priority(database: Database, queue: Queue) -> None:
     queue.send(b"again", key="b")
     queue.release(queue.receive()[0])

@@ -157,6 +157,7 @@ DECLARE
     taken integer := 0;
     turns integer := 0;
     look integer;
+    begun timestamptz := clock_timestamp();
     moment timestamptz;
     earliest timestamptz := coalesce(since, '-infinity');
     first timestamptz;
@@ -167,6 +168,8 @@ BEGIN
     WHILE taken < most AND turns < 50 LOOP
         turns := turns + 1;
         moment := clock_timestamp();
+        -- The visibility timeout of the messages that are taken runs already.
+        EXIT WHEN taken > 0 AND moment > begun + make_interval(secs => seconds / 10);
         -- Other keys may be far behind the messages of a long key: each turn looks further.
         look := CASE WHEN turns = 1 THEN most ELSE greatest(most - taken, 100 * turns) END;
         SELECT array_agg(found.place), min(found.eql_visible_at) FILTER (WHERE found.level = 0)
