@@ -103,7 +103,7 @@ def test_views_are_rebuilt_in_bulk_without_a_gap_or_a_double(world: World, spark
 
 @pytest.mark.skipif(not SKETCHES, reason="no datasketches")
 def test_sketches_of_spark_are_those_of_python(world: World, spark: SparkSession) -> None:
-    wide = replace(Counts.view, name="wide", grain=DAY, dimensions=())
+    wide = replace(Counts.view, name="wide", grain=DAY, dimensions=(), indexed=())
     world.views.declare(wide)
 
     class Wide(BulkCounts):
