@@ -187,7 +187,8 @@ class Shard:
                     logger.warning("the transfer of %s does not end in time", self.database)
                 else:
                     try:
-                        self.transfer.run_once(deadline=deadline)
+                        # Another transfer may have looked before these events came, and may be closing, too.
+                        self.transfer.run_once(deadline=deadline, retry_held=True)
                     except EventSQLError as error:
                         logger.warning("events stay in the buffer for the next transfer: %s", error)
                 self._background = None

@@ -6,8 +6,10 @@ import asyncio
 import gc
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import psycopg
@@ -17,6 +19,7 @@ from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.client.buffered import BufferedPublisher
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import ClosedError, DatabaseUnavailableError
+from eventsql_orchestration.publishing import transfer
 from eventsql_orchestration.queue import AsyncQueue, Queue
 from eventsql_orchestration.store import Change
 
@@ -83,6 +86,23 @@ def test_closing_moves_what_was_published_last(dsn: str, platform: EventSQL) -> 
         with EventSQL(dsn) as publishing:
             publishing.publisher.publish_all(Publication("orders", b"") for _ in range(100))
     assert platform.reader.count("orders") == 500
+
+
+def test_closing_moves_the_last_events_though_another_transfer_holds_their_topic(
+    dsn: str, platform: EventSQL, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other transfer may have looked before these events came, and may end without them."""
+    platform.registry.register_topic(Topic("orders"))
+    other = sessions()
+    other.execute("SELECT FROM eventsql.event_buffer_lock WHERE eql_topic = 'orders' FOR UPDATE")
+
+    def pause(_seconds: float) -> None:
+        other.rollback()
+
+    monkeypatch.setattr(transfer, "time", SimpleNamespace(monotonic=time.monotonic, sleep=pause))
+    with EventSQL(dsn) as closing:
+        closing.publisher.publish(Publication("orders", b""))
+    assert platform.reader.count("orders") == 1
 
 
 def test_closing_commits_the_events_of_publishers_that_two_threads_have_made_at_once(
