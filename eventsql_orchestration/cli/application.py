@@ -241,7 +241,7 @@ _COMMANDS: Final = (
     _LoadedWhenCalled("top", "Show rates, lag and what stands still, on a screen that refreshes."),
     _LoadedWhenCalled("metrics", "Serve or print the platform's figures in the text format of Prometheus."),
     _LoadedWhenCalled("seek", "Move a consumer to another place in its topic's log."),
-    _LoadedWhenCalled("dlt", "List, show and redrive dead letters.", "dead_letters"),
+    _LoadedWhenCalled("dlt", "List, show, redrive and dismiss dead letters.", "dead_letters"),
     _LoadedWhenCalled("queue", "Create, inspect, fill, process, empty and delete queues."),
     _LoadedWhenCalled(
         "view", "List and drop views, apply their retention, sort logs, and clean up killed rebuilds.", "views"

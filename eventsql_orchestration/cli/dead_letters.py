@@ -1,4 +1,4 @@
-"""`eventsql dlt`: list, show and redrive the events that consumers have given up."""
+"""`eventsql dlt`: list, show, redrive and dismiss the events that consumers have given up."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _letters(
 
 @click.group()
 def dlt() -> None:
-    """List, show and redrive dead letters.
+    """List, show, redrive and dismiss dead letters.
 
     TOPIC is the topic of the original events. The dead letters are in TOPIC_dlt, and OFFSET is an offset there.
     """
@@ -74,7 +74,7 @@ def list_dead_letters(
     topic: TopicName,
     redriven: Annotated[
         bool | None,
-        option("Only redriven letters, or only open ones  [default: all].", "--redriven/--not-redriven", default=None),
+        option("Only settled letters, or only open ones  [default: all].", "--redriven/--not-redriven", default=None),
     ],
     limit: Annotated[int, option("List the oldest N.", type=POSITIVE, default=100)],
     as_json: AsJson,
@@ -90,7 +90,7 @@ def list_dead_letters(
         "partition": _source_partition, **same("key", "consumer"),
         "attempts": _metadata(dead_letter_values.ATTEMPTS), "exception": _metadata(dead_letter_values.EXCEPTION),
         "message": _metadata(dead_letter_values.MESSAGE), "given up": "buffered_at",
-        "redriven": "redriven_at",
+        "redriven": "redriven_at", "dismissed": "dismissed_at",
     }  # fmt: skip
     show_list(letters, columns, as_json=as_json, json=partial(_object, context))
 
@@ -122,6 +122,7 @@ def _object(context: CliContext, letter: DeadLetter) -> dict[str, Any]:
         "origin": letter.origin,
         "redriven": letter.redriven_at is not None,
         "redriven_at": letter.redriven_at,
+        "dismissed_at": letter.dismissed_at,
     }
 
 
@@ -137,7 +138,7 @@ def show(
         return
     columns: Columns = {
         **same("topic"), "offset": "id", "partition": partition_of, **same("key"), "event": "origin",
-        "given up": "buffered_at", "in the log": "created_at", "redriven": "redriven_at",
+        "given up": "buffered_at", "in the log": "created_at", "redriven": "redriven_at", "dismissed": "dismissed_at",
     }  # fmt: skip
     show_fields(picked(letter, columns))
     if letter.metadata:
@@ -158,8 +159,8 @@ def redrive(
     context: CliContext,
     *,
     topic: TopicName,
-    limit: Annotated[int | None, option("The oldest N that were not redriven yet.", type=POSITIVE)],
-    again: Annotated[bool, option("Also dead letters that were redriven before.")],
+    limit: Annotated[int | None, option("The oldest N that are open.", type=POSITIVE)],
+    again: Annotated[bool, option("Also dead letters that were redriven or dismissed before.")],
     dry_run: Annotated[bool, option("Publish nothing, and print the numbers of dead letters.")],
     as_json: AsJson,
     **conditions: Unpack[_Filter],
@@ -169,8 +170,8 @@ def redrive(
     The command publishes at once: --dry-run only counts the letters that it would publish, and `eventsql dlt list TOPIC
     --not-redriven` lists them, with the same options.
 
-    With options, only the dead letters that meet all of them. Dead letters that were redriven before are left out
-    without --again.
+    With options, only the dead letters that meet all of them. Dead letters that were redriven or dismissed before are
+    left out without --again.
 
     The dead letters of a backfill are left out too: every consumer of TOPIC gets the events that are published again,
     and other consumers had handled these events. --backfill ID or --id publishes them anyway. To hand them to the
@@ -193,5 +194,35 @@ def redrive(
     if as_json:
         write_json(asdict(plan))
         return
-    texts = {"dead letters": "letters", "redriven before": "redriven_before", "would be published again": "redrives"}
+    texts = {
+        "dead letters": "letters", "redriven or dismissed before": "redriven_before",
+        "would be published again": "redrives",
+    }  # fmt: skip
     show_fields(picked(plan, texts))
+
+
+@command(dlt)
+def dismiss(
+    context: CliContext,
+    *,
+    topic: TopicName,
+    limit: Annotated[int | None, option("The oldest N that are open.", type=POSITIVE)],
+    as_json: AsJson,
+    **conditions: Unpack[_Filter],
+) -> None:
+    """Close open dead letters of TOPIC without publishing them again.
+
+    For events that somebody has put right in another way, or that need no handling. With options, only the dead letters
+    that meet all of them: `eventsql dlt list TOPIC --not-redriven` lists them, with the same options. The dead letters
+    of a backfill are left out without --backfill ID or --id.
+
+    Dismissed letters stay in TOPIC_dlt until its retention deletes them. No check, figure or redrive counts them any
+    more, and `eventsql dlt redrive TOPIC --again` publishes them all the same.
+    """
+    wanted = _letters(**conditions)
+    with context.platform() as platform:
+        _tell_of_backfills(platform, topic, wanted)
+        dismissed = platform.dead_letters.dismiss(topic, wanted, limit=limit)
+    if as_json:
+        write_json({"dismissed": dismissed})
+    say(f"{counted(dismissed, 'dead letter')} of topic {topic!r} dismissed")

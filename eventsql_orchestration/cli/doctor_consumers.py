@@ -87,7 +87,7 @@ def idle_findings(shard: Shard) -> Iterator[Finding]:
 
 
 def dead_letter_findings(shard: Shard) -> Iterator[Finding]:
-    """Events that consumers have given up, and that nobody has published again."""
+    """Events that consumers have given up, and that nobody has published again or dismissed."""
     letters = LogMetrics(shard.database.schema)
     with shard.database.connection() as connection:
         topics = {topic.name for topic in shard.registry.topics()}
@@ -100,7 +100,8 @@ def dead_letter_findings(shard: Shard) -> Iterator[Finding]:
                 yield warning(
                     "dead letters",
                     f"{counted(number, 'event')}{most} of topic {source} failed each attempt",
-                    f"eventsql dlt list {source} says why; correct the handler, then: eventsql dlt redrive {source}",
+                    f"eventsql dlt list {source} says why; correct the handler, then: eventsql dlt redrive {source}; "
+                    f"if they need no handling: eventsql dlt dismiss {source}",
                 )
 
 

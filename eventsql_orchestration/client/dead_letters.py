@@ -94,10 +94,10 @@ class ClusterDeadLetters:
         """Publish the oldest `limit` selected dead letters of `topic` to it again, in order. Gives their number.
 
         Each letter is redriven once, even if several redrives run at the same time, or one crashes. With `again`,
-        letters that were redriven before are redriven too. Every 1,000 letters are one transaction, which stays
-        committed if a later transaction fails. Letters that come while this runs are left for the next redrive, so that
-        the call ends even if events fail again at once. Several shards redrive one after the other. Letters on a shard
-        that is down stay there.
+        letters that were redriven or dismissed before are redriven too. Every 1,000 letters are one transaction, which
+        stays committed if a later transaction fails. Letters that come while this runs are left for the next redrive,
+        so that the call ends even if events fail again at once. Several shards redrive one after the other. Letters on
+        a shard that is down stay there.
 
         Raises `TopicNotFoundError` if the topic or its dead letter topic does not exist, `EventSQLError` for ids that
         no dead letter has, before anything is redriven; otherwise as `ClusterPublisher.publish_all`.
@@ -110,8 +110,23 @@ class ClusterDeadLetters:
                 redriven += shard.dead_letters.redrive(topic, letters, limit=left, again=again)
         return redriven
 
+    def dismiss(self, topic: str, letters: LetterFilter | None = None, *, limit: int | None = None) -> int:
+        """Close the oldest `limit` selected dead letters of `topic` that are open, without publishing them.
+
+        For events that somebody has put right in another way, or that need no handling. Gives their number. They stay
+        in the log, and no check, figure or later redrive counts them; `redrive` with `again` publishes them all the
+        same. Every 1,000 letters are one transaction. Raises as `redrive`.
+        """
+        self._check_ids(letters)
+        dismissed = 0
+        for shard in self._cluster.up():
+            left = None if limit is None else limit - dismissed
+            with self._cluster.using(shard):
+                dismissed += shard.dead_letters.dismiss(topic, letters, limit=left)
+        return dismissed
+
     def prune(self, topic: str | None = None) -> int:
-        """Delete the marks of redriven letters that retention has removed, of `topic` or of all; gives their number.
+        """Delete the marks of letters that retention has removed, of `topic` or of all; gives their number.
 
         Raises `TopicNotFoundError` if the topic has no dead letter topic.
         """
@@ -128,7 +143,7 @@ class ClusterDeadLetters:
         raise ShardError(f"each shard counts its dead letters of topic {topic!r} by itself: {ONE_SHARD}")
 
     def of_backfills(self, topic: str) -> dict[str, int]:
-        """The number of dead letters of `topic` that can still be redriven, by the id of their backfill.
+        """The number of open dead letters of `topic`, by the id of their backfill.
 
         Raises `TopicNotFoundError` if the topic has no dead letter topic.
         """
@@ -140,9 +155,10 @@ class ClusterDeadLetters:
     def list(
         self, topic: str, letters: LetterFilter | None = None, *, limit: int = 100, redriven: bool | None = None
     ) -> list_of[DeadLetter]:
-        """The oldest selected dead letters of `topic`: those that were `redriven`, those that still can be, or all.
+        """The oldest selected dead letters of `topic`, all of them unless `redriven` is given.
 
-        An erased dead letter cannot be redriven. Each has its shard if there are several. Raises `TopicNotFoundError`
+        True selects those that were redriven or dismissed, and False the open ones: they are not erased either. Each
+        letter has its shard if there are several. Raises `TopicNotFoundError`
         if the topic has no dead letter topic, `EventSQLError` for ids that no letter has.
         """
         if self._lone is not None:

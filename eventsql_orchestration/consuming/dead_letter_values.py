@@ -122,21 +122,29 @@ def refused(state: ConsumerState) -> bool:
 
 
 class DeadLetter(Event):
-    """An event of a dead letter topic. `redriven_at` is the time of its last redrive, None if there was none.
+    """An event of a dead letter topic. A letter is open until it is redriven, dismissed or erased.
 
-    `shard` is set if several shards are listed together.
+    `redriven_at` is the time of its last redrive, and `dismissed_at` that of its dismissal. Only the later one is kept;
+    both are None if there was neither. `shard` is set if several shards are listed together.
     """
 
-    __slots__ = ("_redriven_at", "shard")
+    __slots__ = ("_dismissed_at", "_redriven_at", "shard")
 
-    def __init__(self, topic: str, *columns: Any, redriven_at: datetime | None = None) -> None:
+    def __init__(
+        self, topic: str, *columns: Any, redriven_at: datetime | None = None, dismissed_at: datetime | None = None
+    ) -> None:
         super().__init__(topic, *columns)
         self._redriven_at = redriven_at
+        self._dismissed_at = dismissed_at
         self.shard: str | None = None
 
     @property
     def redriven_at(self) -> datetime | None:
         return self._redriven_at
+
+    @property
+    def dismissed_at(self) -> datetime | None:
+        return self._dismissed_at
 
     @property
     def consumer(self) -> str | None:
@@ -208,7 +216,10 @@ class LetterFilter:
 
 @dataclass(frozen=True, slots=True)
 class RedrivePlan:
-    """A planned redrive of `letters`. It would redrive `redrives` of them; `redriven_before` were redriven already."""
+    """A planned redrive of `letters`. It would redrive `redrives` of them.
+
+    `redriven_before` were redriven or dismissed already.
+    """
 
     letters: int
     redriven_before: int

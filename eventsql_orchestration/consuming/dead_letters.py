@@ -70,7 +70,7 @@ _COUNT: Final = sql.SQL("SELECT pg_catalog.count(*), pg_catalog.count(matching.e
 
 @checked
 class DeadLetters:
-    """Makes, lists and redrives the dead letters of topics."""
+    """Makes, lists, redrives and dismisses the dead letters of topics."""
 
     def __init__(self, database: Database, registry: Registry, publisher: Publisher, reader: Reader) -> None:
         self._database = database
@@ -131,7 +131,7 @@ class DeadLetters:
         self._publisher.publish(letter, connection=connection, placed=ANYWHERE)
         return True
 
-    # Redriving
+    # Redriving and dismissing
 
     def plan_redrive(
         self, topic: str, letters: LetterFilter | None = None, *, limit: int | None = None, again: bool = False
@@ -154,7 +154,15 @@ class DeadLetters:
         self, topic: str, letters: LetterFilter | None = None, *, limit: int | None = None, again: bool = False
     ) -> int:
         """See `ClusterDeadLetters.redrive`."""
-        wanted = letters or LetterFilter()
+        return self._settle(topic, letters or LetterFilter(), limit=limit, again=again)
+
+    def dismiss(self, topic: str, letters: LetterFilter | None = None, *, limit: int | None = None) -> int:
+        """See `ClusterDeadLetters.dismiss`."""
+        return self._settle(topic, letters or LetterFilter(), limit=limit, dismissed=True)
+
+    def _settle(
+        self, topic: str, wanted: LetterFilter, *, limit: int | None, again: bool = False, dismissed: bool = False
+    ) -> int:
         target, source = self._registry.topic(topic), self._source(topic)
         # The publisher may still know the definition from before a change by another process.
         self._registry.forget(topic)
@@ -166,9 +174,10 @@ class DeadLetters:
             while after is not None and (limit is None or total < limit):
                 batch = most if limit is None else min(most, limit - total)
                 try:
-                    done, after = self._redrive_batch(
-                        target, source, wanted, replace(window, after=after), limit=batch, again=again
-                    )
+                    done, after = self._settle_batch(
+                        target, source, wanted, replace(window, after=after),
+                        limit=batch, again=again, dismissed=dismissed,
+                    )  # fmt: skip
                 except (DatabaseError, MemoryError) as error:
                     if batch == 1 or not too_much(error):
                         raise
@@ -177,10 +186,11 @@ class DeadLetters:
                 total += done
         return total
 
-    def _redrive_batch(
-        self, target: Topic, source: str, wanted: LetterFilter, window: _Window, *, limit: int, again: bool
-    ) -> tuple[int, int | None]:
-        """Redrive the first letters of a window; returns their number and the last id, None at the window's end."""
+    def _settle_batch(
+        self, target: Topic, source: str, wanted: LetterFilter, window: _Window,
+        *, limit: int, again: bool, dismissed: bool,
+    ) -> tuple[int, int | None]:  # fmt: skip
+        """Redrive or dismiss the first letters of a window; returns their number and the last id, None at its end."""
         with self._database.transaction() as connection:
             copy_events(connection, self._database.schema, target.name)
             connection.execute(self._queries("by_id"))
@@ -192,8 +202,11 @@ class DeadLetters:
             sizes = accumulate(size for _, size, _ in found)
             fitting = sum(size <= BATCH_BYTES for size in sizes)
             ids = [letter for letter, _, _ in found[: max(1, fitting)]]
-            marked = connection.execute(self._queries("mark"), {"letters": source, "ids": ids, "again": again})
-            letters = self._read(connection, source, [letter for (letter,) in marked])
+            values = {"letters": source, "ids": ids, "again": again, "dismissed": dismissed}
+            marked = [letter for (letter,) in connection.execute(self._queries("mark"), values)]
+            if dismissed:
+                return len(marked), ids[-1]
+            letters = self._read(connection, source, marked)
             repartitioned = bool(layouts(connection, self._database.schema, target.name))
             events = (redriven(target, letter, repartitioned=repartitioned) for letter in letters)
             self._publisher.publish_all(events, connection=connection, placed=ANYWHERE)
@@ -233,7 +246,7 @@ class DeadLetters:
         wanted = letters or LetterFilter()
         source = self._source(topic)
         windows = self._windows(source, wanted)
-        # An erased letter cannot be redriven any more.
+        # An erased letter is not open: nobody can redrive it.
         erased = redriven is not False
         ids: list[int] = []
         with self._database.connection() as connection:
@@ -292,7 +305,10 @@ class DeadLetters:
         cursor.adapters.register_loader("json", TextBinaryLoader)
         values = {"letters": source, "ids": ids}
         rows = cursor.execute(self._letters("letters", topic=source), values, binary=True, prepare=False)
-        return [DeadLetter(source, *columns, redriven_at=redriven_at) for *columns, redriven_at in rows]
+        return [
+            DeadLetter(source, *columns, redriven_at=redriven_at, dismissed_at=dismissed_at)
+            for *columns, redriven_at, dismissed_at in rows
+        ]
 
 
 def _unknown(source: str, ids: Sequence[int]) -> EventSQLError:

@@ -207,7 +207,7 @@ def _add_topics(families: _Families, counted: _Counted) -> None:
         if each.retention is not None and each.retention.bytes is not None:
             families.gauge("retention_bytes", "Bytes that retention allows.", each.retention.bytes, **own)
         if each.open_letters is not None:
-            text = "Dead letters of the topic that can still be redriven, of the newest 10,000."
+            text = "Open dead letters of the topic: not redriven, dismissed or erased; of the newest 10,000."
             families.gauge("dead_letters_open", text, each.open_letters, **own)
 
 

@@ -80,7 +80,7 @@ class LogMetrics:
         return dict(fetch_all(connection, self._queries.on(connection, "ends", topic), values, prepare=False))
 
     def open_letters(self, connection: Connection, topic: str) -> int:
-        """How many of the newest letters of a dead letter topic can still be redriven: they are not erased either."""
+        """How many of the newest letters of a dead letter topic are open: not redriven, dismissed or erased."""
         values = {"topic": topic, "most": COUNTED}
         row = fetch_one(connection, self._queries("open_letters", topic=topic), values, prepare=False)
         return int(row[0])

@@ -598,13 +598,14 @@ def test_dead_letters_are_listed_and_shown(run: Run) -> None:
 
 
 @pytest.mark.usefixtures("dead_letter", "java")
-def test_the_doctor_warns_of_dead_letters_until_they_are_redriven(run: Run) -> None:
+@pytest.mark.parametrize("command", ["redrive", "dismiss"])
+def test_the_doctor_warns_of_dead_letters_until_they_are_redriven_or_dismissed(run: Run, command: str) -> None:
     code, findings = diagnose(run)
     (finding,) = findings["dead letters"]
     assert (code, finding["status"]) == (0, "warning")
     assert finding["message"].startswith(f"1 event of topic {TOPIC} ")
-    command = finding["remedy"].rpartition("eventsql ")[2].split()
-    assert run(*command).exit_code == 0
+    assert f"eventsql dlt {command} {TOPIC}" in finding["remedy"]
+    assert run("dlt", command, TOPIC).exit_code == 0
     assert "dead letters" not in diagnose(run)[1]
 
 
@@ -616,6 +617,21 @@ def test_a_dead_letter_is_redriven_once(run: Run, platform: EventSQL) -> None:
     assert [event.value for event in platform.reader.read(TOPIC)] == [b'{"id": 1}'] * 2
     assert json.loads(run("dlt", "list", TOPIC, "--json").stdout)[0]["redriven"] is True
     assert "0 dead letters" in run("dlt", "redrive", TOPIC).stderr
+
+
+@pytest.mark.usefixtures("dead_letter")
+def test_a_dead_letter_is_dismissed_once(run: Run, platform: EventSQL) -> None:
+    assert json.loads(run("dlt", "dismiss", TOPIC, "--consumer", "other", "--json").stdout) == {"dismissed": 0}
+    result = run("dlt", "dismiss", TOPIC)
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert result.stderr == f"eventsql: 1 dead letter of topic '{TOPIC}' dismissed\n"
+    assert [event.value for event in platform.reader.read(TOPIC)] == [b'{"id": 1}']
+    (listed,) = json.loads(run("dlt", "list", TOPIC, "--redriven", "--json").stdout)
+    assert (listed["redriven"], listed["redriven_at"]) == (False, None)
+    assert datetime.fromisoformat(listed["dismissed_at"]).utcoffset() == timedelta(0)
+    assert "dismissed" in run("dlt", "show", TOPIC, 1).stdout
+    for command in ("redrive", "dismiss"):
+        assert "0 dead letters" in run("dlt", command, TOPIC).stderr
 
 
 @pytest.mark.usefixtures("dead_letter")

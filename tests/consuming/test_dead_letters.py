@@ -388,6 +388,37 @@ def test_a_limit_redrives_the_oldest_and_the_next_call_goes_on(platform: EventSQ
     assert redriven_from(platform) == [1, 2, 3, 4, 5, 6, 7]
 
 
+def test_dismissed_letters_are_not_published_and_not_open(platform: EventSQL) -> None:
+    assert platform.dead_letters.dismiss("orders", LetterFilter(exception="KeyError"), limit=2) == 2
+    assert platform.dead_letters.dismiss("orders", LetterFilter(upto=4)) == 2
+    assert redriven_from(platform) == []
+    assert ids_of(platform.dead_letters.list("orders", redriven=True)) == [1, 2, 3, 4]
+    assert ids_of(platform.dead_letters.list("orders", redriven=False)) == [5, 6, 7]
+    assert platform.dead_letters.plan_redrive("orders") == RedrivePlan(7, 4, 3)
+    assert platform.dead_letters.redrive("orders") == 3
+    assert platform.dead_letters.dismiss("orders") == 0
+    assert redriven_from(platform) == [5, 6, 7]
+
+
+def test_a_dismissed_letter_is_redriven_on_request(platform: EventSQL) -> None:
+    wanted = LetterFilter(ids=[2])
+    platform.dead_letters.dismiss("orders", wanted)
+    letter = platform.dead_letters.show("orders", 2)
+    assert (letter.redriven_at, letter.dismissed_at is None) == (None, False)
+    assert platform.dead_letters.redrive("orders", wanted, again=True) == 1
+    letter = platform.dead_letters.show("orders", 2)
+    assert (letter.redriven_at is None, letter.dismissed_at) == (False, None)
+    assert redriven_from(platform) == [2]
+
+
+def test_an_unknown_dead_letter_is_not_dismissed(platform: EventSQL) -> None:
+    with pytest.raises(EventSQLError, match="no event at offset 8"):
+        platform.dead_letters.dismiss("orders", LetterFilter(ids=[1, 8]))
+    with pytest.raises(TopicNotFoundError, match="unknown"):
+        platform.dead_letters.dismiss("unknown")
+    assert platform.dead_letters.plan_redrive("orders") == RedrivePlan(7, 0, 7)
+
+
 def test_a_redriven_letter_is_redriven_again_on_request(platform: EventSQL) -> None:
     platform.dead_letters.redrive("orders", LetterFilter(ids=[2]))
     first = platform.dead_letters.show("orders", 2).redriven_at

@@ -231,7 +231,8 @@ def poison(bench: Workbench, *, partition: int = 1) -> int:
     return event.id
 
 
-def test_delivered_is_red_from_a_dead_letter_until_it_is_redriven(bench: Workbench) -> None:
+@pytest.mark.parametrize("settle", ["redrive", "dismiss"])
+def test_delivered_is_red_from_a_dead_letter_until_it_is_redriven_or_dismissed(bench: Workbench, settle: str) -> None:
     bench.platform.registry.register_topic(Topic("rides_dlt"))
     check = build_delivered_check(eager)
     watch = Watch(bench, check)
@@ -246,14 +247,14 @@ def test_delivered_is_red_from_a_dead_letter_until_it_is_redriven(bench: Workben
     metadata: dict[str, Any] = {name: value.value for name, value in red.metadata.items()}
     assert metadata["open dead letters"] == 1
     assert metadata["show"] == f"eventsql dlt show rides {letter.id}"
-    assert metadata["redrive"] == "eventsql dlt redrive rides --consumer eager"
+    assert metadata[settle] == f"eventsql dlt {settle} rides --consumer eager"
     assert metadata["dead letter topic"] == dg.AssetKey(["topic", "rides_dlt"])
     (row,) = metadata["dead letters"].records
     assert (row.data["topic"], row.data["partition"], row.data["offset"]) == ("rides", "1", str(offset))
     assert row.data["error"] == "ValueError: not a number"
 
     assert not executed(bench, check).passed
-    assert bench.platform.dead_letters.redrive("rides", LetterFilter(ids=(letter.id,))) == 1
+    assert getattr(bench.platform.dead_letters, settle)("rides", LetterFilter(ids=(letter.id,))) == 1
     assert [each.passed for each in watch.at(1_030.0)] == [True]
     assert executed(bench, check).passed
 

@@ -460,7 +460,11 @@ def test_dead_letters_are_listed_with_their_shards_and_redriven_there(orders: Ru
     assert {each["shard"] for each in letters} == {"shard-1", "shard-2"}
     assert len(letters) == len(KEYS)
     assert "each shard counts its dead letters" in orders("dlt", "show", "orders", 1, code=1).stderr
-    assert json.loads(orders("dlt", "redrive", "orders", "--json").stdout) == {"redriven": len(KEYS)}
+    dismissed = len([each for each in letters if each["shard"] == "shard-1"]) + 1
+    limit = "--limit", dismissed
+    assert json.loads(orders("dlt", "dismiss", "orders", *limit, "--json").stdout) == {"dismissed": dismissed}
+    assert json.loads(orders("dlt", "redrive", "orders", "--json").stdout) == {"redriven": len(KEYS) - dismissed}
+    assert json.loads(orders("dlt", "redrive", "orders", *limit, "--again", "--json").stdout) == {"redriven": dismissed}
     assert sorted(str(each["key"]) for each in lines(orders("consume", "orders", "mailer"))) == sorted(KEYS)
 
 

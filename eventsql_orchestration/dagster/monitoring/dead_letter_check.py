@@ -43,9 +43,10 @@ def build_delivered_check(
 ) -> ConsumerCheck:
     """A check `delivered` of a consumer's asset: red while a dead letter is open, or an event blocks a partition.
 
-    It is red while `<topic>_dlt` holds a dead letter of the consumer that was neither redriven nor erased, and while a
-    failed event blocks one of its partitions. The result names the events with their errors, and the commands that show
-    and redrive them. A database that does not answer in time counts with its last known state.
+    It is red while `<topic>_dlt` holds an open dead letter of the consumer, and while a failed event blocks one of its
+    partitions. A letter is open until it is redriven, dismissed or erased. The result names the events with their
+    errors, and the commands that show, redrive and dismiss them. A database that does not answer in time counts with
+    its last known state.
     """
     description = f"Consumer {consumer.consumer.name} has no open dead letter, and no event blocks it."
     key = dg.AssetCheckKey(consumer.key, DELIVERED_CHECK)
@@ -136,8 +137,9 @@ def _open_letters(
 ) -> tuple[list[DeadLetter], Mapping[str, Any]]:
     """The oldest open dead letters, one more than the check shows, and the memory: up to its offset, none is open.
 
-    A redriven letter is never open again, so the search starts at the first letter that was open. Searching 300,000
-    letters for the letters of one consumer would take hundreds of milliseconds at each tick.
+    A letter that was redriven, dismissed or erased is never open again, so the search starts at the first letter that
+    was open. Searching 300,000 letters for the letters of one consumer would take hundreds of milliseconds at each
+    tick.
     """
     source = shard.dead_letters.topic_of(topic)
     if source is None:
@@ -204,5 +206,6 @@ def _letters_metadata(topic: str, consumer: str, letters: list[DeadLetter]) -> d
         "dead letters": dg.MetadataValue.table([record(letter) for letter in letters]),
         "show": show(letters[0]),
         "redrive": f"eventsql dlt redrive {topic} --consumer {shlex.quote(consumer)}",
+        "dismiss": f"eventsql dlt dismiss {topic} --consumer {shlex.quote(consumer)}",
         "dead letter topic": dg.MetadataValue.asset(topic_key(letters[0].topic)),
     }

@@ -4,9 +4,9 @@
 -- part about -- The metadata of a dead letter. Another program may have written any JSON.
 {schema}.readable_metadata(l.eql_metadata)
 
--- matching -- The dead letters of a filter, oldest first: id, bytes of the value, time of the redrive. Planned for its
--- values each time: omitted parts of the filter cost nothing. The id alone identifies a redrive, because a clock may go
--- back.
+-- matching -- The dead letters of a filter, oldest first: id, bytes of the value, time of the redrive or dismissal.
+-- Planned for its values each time: omitted parts of the filter cost nothing. The id alone identifies a redrive,
+-- because a clock may go back.
 SELECT l.eql_id, octet_length(l.eql_value) AS eql_bytes, r.eql_redriven_at
 FROM {schema}.{event_table} l
 LEFT JOIN {schema}.redriven_dead_letter r
@@ -30,16 +30,17 @@ WHERE l.eql_id > %(after)s AND l.eql_id <= %(upto)s
 ORDER BY l.eql_id
 LIMIT %(limit)s;
 
--- letters -- Dead letters by their ids, in order, each with the time of its redrive.
+-- letters -- Dead letters by their ids, in order, each with the time of its redrive and of its dismissal.
 SELECT l.eql_id, l.eql_partition, l.eql_key, CASE WHEN NOT {erased} THEN l.eql_value END, l.eql_buffered_at::timestamptz,
-       l.eql_created_at::timestamptz, l.eql_metadata, r.eql_redriven_at
+       l.eql_created_at::timestamptz, l.eql_metadata, CASE WHEN NOT r.eql_dismissed THEN r.eql_redriven_at END,
+       CASE WHEN r.eql_dismissed THEN r.eql_redriven_at END
 FROM {schema}.{event_table} l
 LEFT JOIN {schema}.redriven_dead_letter r
     ON r.eql_topic = %(letters)s AND r.eql_letter_id = l.eql_id
 WHERE l.eql_id = ANY (%(ids)s::bigint[])
 ORDER BY l.eql_id;
 
--- of_backfills -- The backfills that have dead letters which can still be redriven, and how many each has.
+-- of_backfills -- The backfills that have open dead letters, and how many each has.
 SELECT {about} ->> 'dlt_backfill', count(*)
 FROM {schema}.{event_table} l
 WHERE {about} ->> 'dlt_backfill' IS NOT NULL AND NOT {erased}

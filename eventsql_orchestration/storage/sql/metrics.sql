@@ -79,7 +79,7 @@ SELECT own.partition, coalesce(
 )
 FROM unnest(%(partitions)s::smallint[]) AS own (partition);
 
--- open_letters -- How many of the newest `most` dead letters can still be redriven.
+-- open_letters -- How many of the newest `most` dead letters are open: not redriven, dismissed or erased.
 SELECT count(*)
 FROM (
     SELECT eql_id, eql_value, eql_metadata FROM {schema}.{event_table} ORDER BY eql_id DESC LIMIT %(most)s
