@@ -56,7 +56,8 @@ def store_findings(shard: Shard, stalled_after: float) -> Iterator[Finding]:
             yield warning(
                 "store",
                 f"subscription {each.name} has given up {counted(each.dead_letters, 'change')}",
-                "correct its handler, and call subscription.redrive(); store.dead_letters(name) shows them",
+                f"{advised('store dead-letters', each.name)} says why; correct its handler, and call "
+                f"subscription.redrive(); if they need no handling: {advised('store dismiss', each.name)}",
             )
 
 

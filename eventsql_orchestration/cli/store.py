@@ -46,7 +46,7 @@ AggregateId = Annotated[str, argument(metavar="ID", type=Name("id", partial(chec
 
 @click.group()
 def store() -> None:
-    """Look at the event store, append to it, and replay subscriptions."""
+    """Look at the event store, append to it, replay subscriptions, and dismiss their dead letters."""
 
 
 @command(store, "list")
@@ -231,6 +231,28 @@ def replay(
             return
         reached = platform.store.replay(subscription, place)
     say(f"subscription {subscription!r} goes on after {reached}")
+
+
+@command(store)
+def dead_letters(context: CliContext, subscription: Annotated[str, argument()], as_json: AsJson) -> None:
+    """List the changes that SUBSCRIPTION has given up. `Subscription.redrive()` hands them to its handler again."""
+    with context.platform() as platform:
+        found = platform.store.dead_letters(subscription)
+    columns = same("id", "aggregate_type", "aggregate_id", "version", "attempts", "failure", "created_at")
+    context.show_items(found, as_json=as_json, json=columns, table=columns)
+
+
+@command(store)
+def dismiss(
+    context: CliContext,
+    *,
+    subscription: Annotated[str, argument()],
+    ids: Annotated[tuple[int, ...], option("Only the dead letter with this id; repeat it.", "--id", type=POSITIVE)],
+) -> None:
+    """Delete dead letters of SUBSCRIPTION whose changes need no handling any more. Their changes stay in the store."""
+    with context.platform() as platform:
+        dismissed = platform.store.dismiss(subscription, ids or None)
+    say(f"{counted(dismissed, 'dead letter')} of subscription {subscription!r} dismissed")
 
 
 @command(store)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
@@ -34,9 +34,9 @@ from eventsql_orchestration.store.lag import SubscriptionLag, SubscriptionLagRea
 from eventsql_orchestration.store.loading import Loader, check_aggregate, checked_values
 from eventsql_orchestration.store.order import GlobalOrder, filters
 from eventsql_orchestration.store.subscription import ChangeHandler, Subscription, SubscriptionOptions
-from eventsql_orchestration.store.subscription_rows import Start, delete, move, register
+from eventsql_orchestration.store.subscription_rows import Start, delete, dismiss, move, register
 from eventsql_orchestration.threads import after_commit
-from eventsql_orchestration.validation import check_name, check_time, check_whole
+from eventsql_orchestration.validation import check_name, check_several, check_time, check_whole
 
 _DEFAULT_OPTIONS: Final = SubscriptionOptions()
 
@@ -307,6 +307,17 @@ class Store:
     def dead_letters(self, name: str) -> list[StoreDeadLetter]:
         """The changes that a subscription has given up, in that order."""
         return letters(self.database, name)
+
+    def dismiss(self, name: str, ids: Collection[int] | None = None) -> int:
+        """Delete dead letters of a subscription whose changes need no handling any more; gives their number.
+
+        All of them, or those with the given ids, which `dead_letters` shows. Raises `SubscriptionNotFoundError`, and
+        `ValidationError` in the subscription's own handler.
+        """
+        if ids is not None:
+            check_several("ids", ids)
+            ids = [check_whole("the id of a dead letter", each, least=1) for each in ids]
+        return dismiss(self.database, name, ids)
 
     def adopt(self) -> Adopted:
         """Give places in this server's order to the changes of a dump that was restored here, in one transaction.

@@ -1,11 +1,13 @@
-"""Subscriptions in the database: made at a place, moved to another one, and deleted."""
+"""Subscriptions in the database: made at a place, moved to another one, and deleted, as are their dead letters."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.held_by_handlers import check_not_held
+from eventsql_orchestration.database.rows import fetch_first
 from eventsql_orchestration.errors import SubscriptionNotFoundError, ValidationError
 from eventsql_orchestration.store.change import StoreCheckpoint
 from eventsql_orchestration.store.order import Filters, GlobalOrder
@@ -57,6 +59,20 @@ def delete(database: Database, name: str) -> None:
         deleted = connection.execute(Queries("subscriptions", database.schema)("unregister"), {"name": name}).rowcount
     if not deleted:
         raise SubscriptionNotFoundError(f"subscription {name!r} does not exist")
+
+
+def dismiss(database: Database, name: str, ids: Sequence[int] | None) -> int:
+    """Delete dead letters of a subscription by their ids, or all; gives their number.
+
+    Raises `SubscriptionNotFoundError`, and `ValidationError` in the subscription's own handler.
+    """
+    queries = Queries("subscriptions", database.schema)
+    with database.connection() as connection:
+        check_not_held(connection, database.schema, "subscription", name)
+        deleted = connection.execute(queries("dismiss_letters"), {"name": name, "ids": ids}, prepare=False).rowcount
+        if not deleted and fetch_first(connection, queries("exists"), {"name": name}) is None:
+            raise SubscriptionNotFoundError(f"subscription {name!r} does not exist")
+        return deleted
 
 
 def _check_start(start: object) -> None:

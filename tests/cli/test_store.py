@@ -130,6 +130,13 @@ def test_doctor_tells_of_failing_and_given_up_changes(run: Run, platform: EventS
     assert [each["status"] for each in found] == ["warning", "warning"]
     assert "billing has failed 1 time" in found[0]["message"]
     assert "mailer has given up 1 change" in found[1]["message"]
+    (letter,) = json.loads(run("store", "dead-letters", "mailer", "--json").stdout)
+    assert (letter["aggregate_id"], letter["failure"]) == ("1", "ValueError: out of paper")
+    assert "out of paper" in run("store", "dead-letters", "mailer").stdout
+    assert "eventsql store dismiss mailer" in found[1]["remedy"]
+    assert "1 dead letter of subscription 'mailer' dismissed" in run("store", "dismiss", "mailer", "--id", 1).stderr
+    assert run("store", "dismiss", "unknown").exit_code == 1
+    assert "given up" not in run("doctor").stdout
 
 
 def test_doctor_names_a_subscription_that_nobody_runs_any_more_after_a_day(run: Run, platform: EventSQL) -> None:

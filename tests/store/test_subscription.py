@@ -198,6 +198,28 @@ def test_a_change_that_keeps_failing_becomes_a_dead_letter(store: Store, how: st
     assert effects(store) == [1, 3, 2]
 
 
+def test_dead_letters_are_dismissed_by_their_ids_or_all(store: Store) -> None:
+    def broken(_change: RecordedChange, _connection: Connection) -> None:
+        with pytest.raises(ValidationError, match="mailer"):
+            store.dismiss("mailer")
+        raise ValueError("never")
+
+    subscription = subscribed(store, broken, max_attempts=1)
+    for number in range(3):
+        store.append("order", str(number), [Change("moved", {})], expected_version="any")
+    drain(subscription)
+    first, second, third = (letter.id for letter in store.dead_letters("mailer"))
+    assert store.dismiss("mailer", [second, third + 1]) == 1
+    assert [letter.id for letter in store.dead_letters("mailer")] == [first, third]
+    assert store.dismiss("mailer") == 2
+    assert store.dismiss("mailer") == 0
+    assert store.dismiss("mailer", []) == 0
+    with pytest.raises(ValidationError, match="from 1 to"):
+        store.dismiss("mailer", [0])
+    with pytest.raises(SubscriptionNotFoundError, match="other"):
+        store.dismiss("other")
+
+
 def test_a_replay_while_a_change_fails_skips_nothing(store: Store) -> None:
     put(store, "1", 1, 2, 3)
     drain(subscribed(store))

@@ -51,6 +51,10 @@ SELECT pg_current_xact_id()::text FROM {schema}.store_dead_letter WHERE eql_id =
 -- delete_letter -- A letter whose change was handled after all, in the transaction that has locked it.
 DELETE FROM {schema}.store_dead_letter WHERE eql_id = %(letter)s AND pg_current_xact_id() = %(locked_by)s::xid8;
 
+-- dismiss_letters -- Letters of a subscription by their ids, or all; the redrive of a letter is awaited.
+DELETE FROM {schema}.store_dead_letter
+WHERE eql_subscription = %(name)s AND (%(ids)s::bigint[] IS NULL OR eql_id = ANY (%(ids)s::bigint[]));
+
 -- fail_letter -- A letter whose change failed again.
 UPDATE {schema}.store_dead_letter
 SET eql_attempts = eql_attempts + 1, eql_failure = %(failure)s
