@@ -102,4 +102,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stderr.flush()
+    # The thread that listens holds the lock of standard input: an interpreter that shuts down may crash on it.
+    os._exit(code)
