@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 from urllib.parse import quote, urlsplit
 
 from eventsql_orchestration.airflow.api import NOT_FOUND, AirflowApi
 from eventsql_orchestration.errors import ValidationError
-from eventsql_orchestration.orchestration.backfills.launcher import BackfillJob, Ended
+from eventsql_orchestration.orchestration.backfills.launcher import BackfillJob, Ended, Launcher
 from eventsql_orchestration.orchestration.backfills.windows import read_key
 from eventsql_orchestration.orchestration.errors import AirflowAnswerError, LocalAirflowError, RunFailedError
 
@@ -62,7 +62,7 @@ class AirflowJob(BackfillJob):
     consumer: str
 
 
-class AirflowRuns:
+class AirflowRuns(Launcher[AirflowJob]):
     """Launches runs of a DAG in a running Airflow. The runs go on after this object is closed.
 
     `dag` is the DAG that consumes; by default the DAG that `claims_asset` of the consumer schedules.
@@ -70,7 +70,6 @@ class AirflowRuns:
 
     orchestrator = "Airflow"
     resume_options = RESUME_OPTIONS
-    outlives = True
 
     def __init__(self, url: str, dag: str | None = None) -> None:
         """Raises `ValidationError` for a URL that is not of HTTP."""
@@ -117,9 +116,6 @@ class AirflowRuns:
 
     def _is_paused(self, dag: str) -> bool:
         return bool(self._api.ask("GET", f"/dags/{quote(dag, safe='')}")["is_paused"])
-
-    def prepare(self, job: AirflowJob, keys: Sequence[str]) -> None:
-        """Does nothing: a run has its window in its configuration."""
 
     def was_run(self, job: AirflowJob, backfill_id: str) -> bool:
         return any(True for _ in self._runs(job, backfill_id))
@@ -180,9 +176,6 @@ class AirflowRuns:
         for dag in sorted(paused - self._paused):
             logger.warning("DAG %s is paused, and its runs wait: unpause it", dag)
         self._paused = paused
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 def _prefix(backfill_id: str) -> str:

@@ -62,8 +62,6 @@ class InProcess(Launcher[DagsterJob]):
     """Executes each run when it is launched."""
 
     orchestrator = "a test"
-    resume_options = ""
-    outlives = False
 
     def __init__(self, location: dg.Definitions, instance: dg.DagsterInstance) -> None:
         self.replays = location.resolve_job_def(JOB.name)
@@ -73,16 +71,11 @@ class InProcess(Launcher[DagsterJob]):
     def job(self, topic: str, consumer: str) -> DagsterJob:
         return JOB
 
-    def require_running(self, job: DagsterJob) -> None: ...
-
     def prepare(self, job: DagsterJob, keys: Any) -> None:
         self.instance.add_dynamic_partitions(job.partitions, list(keys))
 
     def was_run(self, job: DagsterJob, backfill_id: str) -> bool:
         return False
-
-    def under_way(self, job: DagsterJob, backfill_id: str) -> dict[str, str]:
-        return {}
 
     def launch(self, job: DagsterJob, backfill_id: str, key: str, *, max_failures: int | None = None) -> str:
         result = self.replays.execute_in_process(instance=self.instance, partition_key=key, raise_on_error=False)
@@ -91,8 +84,6 @@ class InProcess(Launcher[DagsterJob]):
 
     def ended(self, runs: Any) -> dict[str, Ended]:
         return {run: self.results[run] for run in runs}
-
-    def close(self) -> None: ...
 
 
 def test_each_shard_is_replayed_by_runs_of_its_own_and_live_offsets_stay(

@@ -21,14 +21,14 @@ from eventsql_orchestration.dagster.local.code_location import CodeLocation
 from eventsql_orchestration.dagster.local.dagster_process import failure_of, last_line
 from eventsql_orchestration.dagster.tags import BACKFILL_OF_TAG, DAGSTER_PARTITION_TAG
 from eventsql_orchestration.errors import ValidationError
-from eventsql_orchestration.orchestration.backfills.launcher import Ended
+from eventsql_orchestration.orchestration.backfills.launcher import Ended, Launcher
 from eventsql_orchestration.orchestration.errors import RunFailedError
 
 GRACE: Final = 15.0
 """Seconds in which an interrupted run may give its claim back. After them, the run is killed."""
 
 
-class LocalRuns:
+class LocalRuns(Launcher[DagsterJob]):
     """Launches each run as a process, on the instance of DAGSTER_HOME.
 
     Without DAGSTER_HOME, the instance lasts as long as this object. `environment` is added to the environment of the
@@ -36,7 +36,6 @@ class LocalRuns:
     """
 
     orchestrator = "Dagster"
-    resume_options = ""
     outlives = False
 
     def __init__(self, location: CodeLocation, *, environment: Mapping[str, str]) -> None:
@@ -63,18 +62,11 @@ class LocalRuns:
                 return DagsterJob(job.name, assets, str(asset.partitions_def.name), of, repository=name)
         raise ValidationError(f"{self.location} has no job for backfills of {topic}/{consumer}: {DEFINE_IT}")
 
-    def require_running(self, job: DagsterJob) -> None:
-        """Do nothing: local processes need no running Dagster."""
-
     def prepare(self, job: DagsterJob, keys: Sequence[str]) -> None:
         self._instance.add_dynamic_partitions(job.partitions, list(keys))
 
     def was_run(self, job: DagsterJob, backfill_id: str) -> bool:
         return bool(self._instance.get_runs(dg.RunsFilter(tags=job.tags(backfill_id)), limit=1))
-
-    def under_way(self, job: DagsterJob, backfill_id: str) -> dict[str, str]:  # noqa: ARG002 - as of any launcher
-        """No runs: only the lease of a window shows whether the process of another command is alive."""
-        return {}
 
     def launch(self, job: DagsterJob, backfill_id: str, key: str, *, max_failures: int | None = None) -> str:
         number = uuid.uuid4().hex

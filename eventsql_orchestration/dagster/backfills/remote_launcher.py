@@ -11,7 +11,7 @@ from eventsql_orchestration.dagster.backfills.job import DEFINE_IT, DagsterJob
 from eventsql_orchestration.dagster.local.webserver import Webserver, listed_tags, one_line
 from eventsql_orchestration.dagster.tags import BACKFILL_OF_TAG, DAGSTER_PARTITION_TAG
 from eventsql_orchestration.errors import ValidationError
-from eventsql_orchestration.orchestration.backfills.launcher import Ended
+from eventsql_orchestration.orchestration.backfills.launcher import Ended, Launcher
 from eventsql_orchestration.orchestration.errors import LocalDagsterError, RunFailedError
 
 _UNDER_WAY: Final = ["QUEUED", "NOT_STARTED", "MANAGED", "STARTING", "STARTED", "CANCELING"]
@@ -37,12 +37,10 @@ query ($run: ID!) {
 """
 
 
-class RemoteDagster:
+class RemoteDagster(Launcher[DagsterJob]):
     """Launches runs in a Dagster that is running. The runs go on after this object is closed."""
 
     orchestrator = "Dagster"
-    resume_options = ""
-    outlives = True
 
     def __init__(self, url: str) -> None:
         """Raises `ValidationError` if the URL is not an HTTP URL."""
@@ -109,9 +107,6 @@ class RemoteDagster:
                 why = self._why(run_id) if status == "FAILURE" else f"it was {status.lower()}"
                 ended[run_id] = Ended(status == "SUCCESS", f"{why} ({self.url}/runs/{run_id})")
         return ended
-
-    def close(self) -> None:
-        """Nothing is open."""
 
     def _why(self, run_id: str) -> str:
         run = self._webserver.ask(_FAILURE, run=run_id)["runOrError"]

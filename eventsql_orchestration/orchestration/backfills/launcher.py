@@ -32,26 +32,32 @@ class Launcher(Protocol[Job]):
     orchestrator: str
     """Its name for people."""
 
-    resume_options: str
+    resume_options: str = ""
     """The options by which `eventsql backfill --resume` finds this orchestrator; empty for the default."""
 
-    outlives: bool
+    outlives: bool = True
     """Whether runs go on after the command ends."""
 
     def job(self, topic: str, consumer: str) -> Job:
         """The job of a consumer's backfills. Raises `ValidationError` if there is none."""
 
-    def require_running(self, job: Job) -> None:
+    def require_running(self, job: Job) -> None:  # noqa: ARG002 - some launchers start runs themselves
         """Raises `LocalProcessError` if a run that is launched would not start."""
+        return
 
-    def prepare(self, job: Job, keys: Sequence[str]) -> None:
-        """Create the partitions of these keys."""
+    def prepare(self, job: Job, keys: Sequence[str]) -> None:  # noqa: ARG002 - some have nothing to prepare
+        """Create the partitions of these keys, if the orchestrator has partitions."""
+        return
 
     def was_run(self, job: Job, backfill_id: str) -> bool:
         """Whether there are runs of a backfill, ended or not."""
 
-    def under_way(self, job: Job, backfill_id: str) -> dict[str, str]:
-        """The ids of the runs of a backfill that have not ended, by partition key."""
+    def under_way(self, job: Job, backfill_id: str) -> dict[str, str]:  # noqa: ARG002 - a launcher may know its runs
+        """The ids of the runs of a backfill that have not ended, by partition key.
+
+        A launcher that cannot know them gives none: then only the lease of a window shows whether a run is alive.
+        """
+        return {}
 
     def launch(self, job: Job, backfill_id: str, key: str, *, max_failures: int | None = None) -> str:
         """Launch the run of a partition key; gives its id. Raises `RunFailedError`."""
@@ -61,3 +67,4 @@ class Launcher(Protocol[Job]):
 
     def close(self) -> None:
         """End the runs that do not outlive the command."""
+        return
