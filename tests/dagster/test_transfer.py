@@ -28,12 +28,17 @@ pytestmark = pytest.mark.prepared.with_args(registering(Topic("rides"), Topic("o
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     yield
-    transfer.BACKGROUND.end()
+    ending = list(transfer.BACKGROUND.values())
+    transfer.BACKGROUND.clear()
+    for each in ending:
+        each.until.set()
+    for each in ending:
+        each.thread.join(PATIENCE)
 
 
 def tick(instance: dg.DagsterInstance, dsn: str, **options: Any) -> str:
     """Evaluate the schedule as the daemon does; gives the reason why there is no run."""
-    schedule = build_transfer_schedule(polling_delay=0.05, look_around=0.05, **options)
+    schedule = build_transfer_schedule(polling_delay=0.05, **options)
     resources = {"eventsql": EventSQLResource(dsn=dsn)}
     with dg.build_schedule_context(instance=instance, resources=resources) as context:
         evaluated = schedule.evaluate_tick(context)
@@ -50,7 +55,7 @@ def publish(platform: EventSQL, topic: str, count: int) -> None:
 
 
 def run(instance: dg.DagsterInstance, dsn: str, *, limit_seconds: float) -> dg.ExecuteInProcessResult:
-    schedule = build_transfer_schedule(limit_seconds=limit_seconds, polling_delay=0.05, look_around=0.05)
+    schedule = build_transfer_schedule(limit_seconds=limit_seconds, polling_delay=0.05)
     resource = EventSQLResource(dsn=dsn)
     job = dg.Definitions(schedules=[schedule], resources={"eventsql": resource}).resolve_job_def("transfer")
     return job.execute_in_process(instance=instance, raise_on_error=False)
@@ -77,7 +82,7 @@ def test_a_tick_moves_the_waiting_events_and_says_so(
 ) -> None:
     publish(platform, "rides", 1_200)
     publish(platform, "orders", 3)
-    monkeypatch.setattr(transfer.BackgroundTransfer, "prolong", lambda *_: True)
+    monkeypatch.setattr(transfer.BackgroundTransfer, "_run", lambda _: None)
     assert tick(instance, dsn) == "moved 1,203 events since the last tick: 1,200 of rides, 3 of orders"
     assert platform.reader.count("rides") == 1_200
 
@@ -102,13 +107,13 @@ def test_events_move_between_two_ticks_and_the_next_tick_says_so(
 
 def test_ticks_prolong_one_transfer_and_a_tick_after_its_end_begins_another(platform: EventSQL, dsn: str) -> None:
     eventsql = EventSQLResource(dsn=dsn)
-    first = transfer.BACKGROUND.keep(eventsql, 0.05, 0.05, seconds=600)
-    assert transfer.BACKGROUND.keep(eventsql, 0.05, 0.05, seconds=0) is first
-    wait_until(lambda: first.ended, "the end of a transfer that no tick prolonged")
+    first = transfer.in_background(eventsql, 0.05, seconds=600)
+    assert transfer.in_background(eventsql, 0.05, seconds=0) is first
+    wait_until(lambda: not first.thread.is_alive(), "the end of a transfer that no tick prolonged")
 
     publish(platform, "rides", 1)
     assert platform.buffered() == {"rides": 1}
-    second = transfer.BACKGROUND.keep(eventsql, 0.05, 0.05, seconds=600)
+    second = transfer.in_background(eventsql, 0.05, seconds=600)
     assert second is not first
     wait_until(lambda: platform.buffered() == {}, "the event")
 
@@ -124,9 +129,9 @@ def test_a_tick_begins_another_transfer_if_a_shard_has_dropped_out_of_the_first(
         transfer_on(*arguments, **named)
 
     monkeypatch.setattr(Transfer, "run", breaks_once)
-    first = transfer.BACKGROUND.keep(eventsql, 0.05, 0.05, seconds=600)
-    wait_until(lambda: transfer.BACKGROUND.keep(eventsql, 0.05, 0.05, seconds=600) is not first, "another transfer")
-    wait_until(lambda: first.ended, "the end of the first")
+    first = transfer.in_background(eventsql, 0.05, seconds=600)
+    wait_until(lambda: transfer.in_background(eventsql, 0.05, seconds=600) is not first, "another transfer")
+    wait_until(lambda: not first.thread.is_alive(), "the end of the first")
     for shard in shards.values():
         shard.platform.registry.register_topic(Topic("rides"))
         publish(shard.platform, "rides", 1)
@@ -134,8 +139,8 @@ def test_a_tick_begins_another_transfer_if_a_shard_has_dropped_out_of_the_first(
 
 
 def test_each_database_and_each_schema_has_a_transfer_of_its_own(dsn: str) -> None:
-    one = transfer.BACKGROUND.keep(EventSQLResource(dsn=dsn), 0.05, 0.05)
-    other = transfer.BACKGROUND.keep(EventSQLResource(dsn=dsn, db_schema="other"), 0.05, 0.05)
+    one = transfer.in_background(EventSQLResource(dsn=dsn), 0.05)
+    other = transfer.in_background(EventSQLResource(dsn=dsn, db_schema="other"), 0.05)
     assert one is not other
 
 
@@ -187,7 +192,7 @@ def test_a_topic_that_cannot_be_moved_fails_the_tick_and_the_others_move(
 def test_a_topic_that_cannot_be_moved_fails_the_tick_although_another_transfer_holds_it_at_first(
     platform: EventSQL, instance: dg.DagsterInstance, dsn: str, session: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer.BackgroundTransfer, "prolong", lambda *_: True)
+    monkeypatch.setattr(transfer.BackgroundTransfer, "_run", lambda _: None)
     session.execute("BEGIN")
     with ThreadPoolExecutor() as pool:
         session.execute("SELECT FROM eventsql.event_buffer_lock WHERE eql_topic = 'rides' FOR UPDATE")
