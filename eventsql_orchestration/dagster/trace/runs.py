@@ -71,18 +71,11 @@ class StoredRuns:
 
     def _inputs(self, run_id: str) -> Iterator[RunInput]:
         told = {dg.DagsterEventType.LOADED_INPUT, dg.DagsterEventType.ASSET_MATERIALIZATION}
-        cursor = None
-        while True:
-            page = self._instance.get_records_for_run(run_id, cursor=cursor, of_type=told, limit=PAGE)
-            for record in page.records:
-                event = record.event_log_entry.dagster_event
-                if event is not None:
-                    data: Any = event.event_specific_data
-                    metadata = getattr(data, "materialization", data).metadata
-                    yield from _ranges({name: value.value for name, value in metadata.items()})
-            if not page.has_more:
-                return
-            cursor = page.cursor
+        for entry in self._instance.all_logs(run_id, of_type=told):
+            if (event := entry.dagster_event) is not None:
+                data: Any = event.event_specific_data
+                metadata = getattr(data, "materialization", data).metadata
+                yield from _ranges({name: value.value for name, value in metadata.items()})
 
 
 class ServedRuns:
