@@ -27,15 +27,7 @@ class Unforkable(Exception):  # noqa: N818 - a finding, after which the run is l
 
 
 class ReplacedError(Exception):
-    """The run needs another server. The message says why."""
-
-
-class ServerGoneError(ReplacedError):
-    """The server has ended."""
-
-
-class LocationChangedError(ReplacedError):
-    """Files of the location have changed since the server loaded them."""
+    """The run needs another server: this one has ended, or files of the location have changed. The message says why."""
 
 
 class TooManyRunsError(internals.DagsterUserCodeUnreachableError):
@@ -109,12 +101,11 @@ class ServerProcess:
     def launch(self, run_id: str, *, resume: bool) -> int:
         """Fork a process for a run. Returns the process number.
 
-        Raises `ServerGoneError`, `LocationChangedError`, `TooManyRunsError` and `MachineBusyError`. Then there is no
-        process.
+        Raises `ReplacedError`, `TooManyRunsError` and `MachineBusyError`. Then there is no process.
         """
         answer = self._ask(run=run_id, resume=resume)
         if "changed" in answer:
-            raise LocationChangedError(f"{answer['changed']} has changed")
+            raise ReplacedError(f"{answer['changed']} has changed")
         if "full" in answer:
             raise TooManyRunsError(int(answer["full"]))
         if "busy" in answer:
@@ -134,7 +125,7 @@ class ServerProcess:
                     why = f"its server did not answer for {_ANSWER_TIMEOUT:.0f} s"
                     return self._channel.receive(timeout=_ANSWER_TIMEOUT)
             except (ChannelClosedError, TimeoutError) as error:
-                raise ServerGoneError(why or self._how_it_ended()) from error
+                raise ReplacedError(why or self._how_it_ended()) from error
 
     def _how_it_ended(self) -> str:
         if self._closed:

@@ -17,7 +17,7 @@ from dagster._core.code_pointer import FileCodePointer, ModuleCodePointer
 from eventsql_orchestration.dagster.launcher.dagster_internals import RepositoryPythonOrigin
 from eventsql_orchestration.dagster.launcher.server_process import (
     MachineBusyError,
-    ServerGoneError,
+    ReplacedError,
     ServerProcess,
     Unforkable,
     _environment,
@@ -147,7 +147,7 @@ def test_a_launch_does_not_wait_for_the_runs_of_a_server_that_is_ending(deployme
     server = _server(deployment, runs[0])
     server.launch(runs[0], resume=False)
     server.close()
-    with pytest.raises(ServerGoneError) as gone:
+    with pytest.raises(ReplacedError) as gone:
         server.launch(runs[1], resume=False)
     assert "told to end" in str(gone.value)
     deployment.go()
@@ -197,7 +197,7 @@ def test_a_server_that_dies_before_its_answer_leaves_no_process_of_the_run(
     run = deployment.create()
     monkeypatch.setenv("KILLED", "before the answer")
     server = _other(deployment, run, killed_server, tmp_path / "python")
-    with pytest.raises(ServerGoneError):
+    with pytest.raises(ReplacedError, match="its server was ended by"):
         server.launch(run, resume=False)
     wait_until(server.has_ended, "the end of the server")
     server.close()
