@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from eventsql_orchestration import NOT_PARTITIONED, Shard
-from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.orchestration.backfills.windows import MAX_RUNS, LogPlan, PlannedRun, ReplayRange, Window
 from eventsql_orchestration.storage.ranges import LogRanges
@@ -54,7 +53,7 @@ class LogPlanner:
             remarks.append("a key's events keep their order within a window, and across windows only with --parallel 1")
 
         with self._shard.database.connection() as connection:
-            first_event = self.first_event(connection, topic, after, upto)
+            first_event = self._ranges.first(connection, topic, after=after, upto=upto)
         return LogPlan(
             self._shard.name, tuple(partitions), after, upto, tuple(runs), first_event, created_at,
             min(times, default=None), max(times, default=None), tuple(remarks),
@@ -76,10 +75,6 @@ class LogPlanner:
                 counts[run] = counts.get(run, 0) + events
                 times += [first, last]
         return [PlannedRun(window, partition, events) for (window, partition), events in sorted(counts.items())], times
-
-    def first_event(self, connection: Connection, topic: str, after: int, upto: int) -> int | None:
-        """The offset of the first event of a range; None if there is none."""
-        return self._ranges.first(connection, topic, after=after, upto=upto)
 
     def _offsets(self, topic: str, wanted: ReplayRange) -> tuple[int, int, list[str]]:
         """The offsets of a range (after, upto), and remarks on events that the log does not hold."""

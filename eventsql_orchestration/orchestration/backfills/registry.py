@@ -233,7 +233,7 @@ class _LogBackfills:
             if not states or (states[0].partition == NOT_PARTITIONED) != (log.partitions == (NOT_PARTITIONED,)):
                 raise _changed(f"consumer {plan.consumer!r} of topic {plan.topic!r} was deleted or registered again")
             # Retention drops a log from its beginning.
-            if self.planner.first_event(driver, plan.topic, log.after, log.upto) != log.first_event:
+            if self._ranges.first(driver, plan.topic, after=log.after, upto=log.upto) != log.first_event:
                 raise _changed("retention dropped a part of the range")
 
             if into is not None:
