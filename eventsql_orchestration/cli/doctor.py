@@ -23,7 +23,12 @@ from eventsql_orchestration.cli.doctor_consumers import (
     leftover_findings,
     unattended_findings,
 )
-from eventsql_orchestration.cli.doctor_database import rights_findings, schema_finding, server_finding
+from eventsql_orchestration.cli.doctor_database import (
+    rights_findings,
+    schema_finding,
+    server_finding,
+    transaction_findings,
+)
 from eventsql_orchestration.cli.doctor_store import projection_findings, store_findings, view_findings
 from eventsql_orchestration.cli.findings import Finding, Status, ok, problem, warning
 from eventsql_orchestration.cli.output import Columns, picked, redact, same, show_items, timestamp, write_json
@@ -179,6 +184,7 @@ def _database(context: CliContext, shard: Shard, stalled_after: float) -> Iterat
     yield schema
     if schema.status is not Status.PROBLEM and database.revision() is not None:
         yield from rights_findings(database)
+        yield from transaction_findings(database)
         yield from _transfer(shard, stalled_after)
         for check in _CHECKS:
             yield from check(shard)

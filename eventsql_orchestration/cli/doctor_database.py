@@ -1,4 +1,4 @@
-"""Findings of `eventsql doctor` about a database itself: its server, its schema, and its rights."""
+"""Findings of `eventsql doctor` about a database itself: its server, schema, rights and open transactions."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from typing import Final
 from psycopg import sql
 
 from eventsql_orchestration.cli.findings import Finding, ok, problem, warning
-from eventsql_orchestration.database import Database, migrations
+from eventsql_orchestration.database import Database, Queries, migrations
 from eventsql_orchestration.database.roles import Roles
+from eventsql_orchestration.database.rows import query_all
 
 _OLDEST_SERVER: Final = 14
 """The oldest PostgreSQL that still gets fixes."""
+
+FORGOTTEN_SECONDS: Final = 600.0
+"""Somebody may have forgotten a transaction that has been open for longer. Transactions of consumers end sooner."""
 
 
 def server_finding(database: Database) -> Finding:
@@ -66,4 +70,22 @@ def rights_findings(database: Database) -> Iterator[Finding]:
             "every role may execute functions that run with their owner's rights, as after a restore with "
             f"--no-privileges: {', '.join(functions)}",
             f"REVOKE EXECUTE ON FUNCTION {', '.join(functions)} FROM PUBLIC",
+        )
+
+
+def transaction_findings(database: Database, longer_than: float = FORGOTTEN_SECONDS) -> Iterator[Finding]:
+    """Transactions that somebody may have forgotten: they keep rows from vacuum, and tables from changes."""
+    query = Queries("sessions", database.schema)("open_transactions")
+    rows = query_all(database, query, {"longer_than": longer_than}, prepare=False)
+    for seconds, role, pid, application, state, prepared in rows:
+        if prepared is None:
+            place = f"in process {pid} ({application or 'no name'}, {state})"
+            end = f"SELECT pg_terminate_backend({pid})"
+        else:
+            place, end = f"prepared as {prepared!r}", f"ROLLBACK PREPARED {sql.Literal(prepared).as_string()}"
+        yield warning(
+            "transactions",
+            f"a transaction of role {role} has been open for {seconds:,.0f} s, {place}: vacuum frees no row that was "
+            "deleted since, so tables grow, and changes of topics may wait for it",
+            f"if nobody needs it: {end}",
         )

@@ -11,13 +11,16 @@ import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psycopg
 import pytest
 from click.testing import Result
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
+from eventsql_orchestration.cli.doctor_database import transaction_findings
 from eventsql_orchestration.consuming.deliveries import Deliveries
 from eventsql_orchestration.database import Connection, migrations
 from eventsql_orchestration.errors import DatabaseFullError, DatabaseUnavailableError, MissingExtraError
@@ -339,6 +342,25 @@ def test_an_interrupted_erasure_is_named_until_it_is_repeated(
     erase = finding["remedy"].split(" with ")[0].split()[1:]
     assert run(*erase, "--key", "42", "--execute").exit_code == 0
     assert "erasures" not in diagnose(run)[1]
+
+
+def test_a_transaction_that_stays_open_is_named_with_the_statement_that_ends_it(
+    run: Run, platform: EventSQL, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with psycopg.connect(dsn) as forgotten:
+        (pid,) = forgotten.execute("SELECT pg_backend_pid()").fetchone() or ()
+        assert "transactions" not in diagnose(run)[1]
+        monkeypatch.setattr(
+            "eventsql_orchestration.cli.doctor.transaction_findings", partial(transaction_findings, longer_than=0.0)
+        )
+        code, findings = diagnose(run)
+        (finding,) = [each for each in findings["transactions"] if f"in process {pid} " in each["message"]]
+        assert (code, finding["status"]) == (0, "warning")
+        assert "idle in transaction" in finding["message"]
+        with platform.database.connection() as connection:
+            connection.execute(finding["remedy"].partition(": ")[2])
+        with pytest.raises(psycopg.OperationalError):
+            forgotten.execute("SELECT")
 
 
 def test_a_paused_consumer_is_a_warning(run: Run, consumer: str, platform: EventSQL) -> None:
