@@ -21,6 +21,7 @@ from eventsql_orchestration.cli.doctor_consumers import (
     dead_letter_findings,
     idle_findings,
     leftover_findings,
+    retention_findings,
     unattended_findings,
 )
 from eventsql_orchestration.cli.doctor_database import (
@@ -344,7 +345,7 @@ def _order(shard: Shard) -> Iterator[Finding]:
 
 _CHECKS: Final = (
     _sequences, _blocks, _compressions, _erasures, _captures, _stranded, _order, leftover_findings, consumer_findings,
-    idle_findings, unattended_findings, dead_letter_findings, view_findings, projection_findings,
+    idle_findings, unattended_findings, retention_findings, dead_letter_findings, view_findings, projection_findings,
 )  # fmt: skip
 
 

@@ -236,7 +236,8 @@ class Retainer:
             # Detaching takes several transactions, and no seek may go back into the segment meanwhile. The rollback to
             # the savepoint releases the lock.
             with holder.transaction(force_rollback=True):
-                holder.execute(f"SELECT pg_catalog.pg_advisory_xact_lock({REGISTRY_LOCK})")
+                if execute:
+                    holder.execute(f"SELECT pg_catalog.pg_advisory_xact_lock({REGISTRY_LOCK})")
                 held_by = None if force else self._held_by(connection, topic, content)
                 if held_by is not None:
                     break

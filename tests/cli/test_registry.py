@@ -14,10 +14,12 @@ import pytest
 from eventsql_orchestration import Consumer, ConsumerState, EventSQL, Publication, Topic
 from eventsql_orchestration.cli.consumer import condition
 from eventsql_orchestration.consumer import EventFilter
+from eventsql_orchestration.database.installation import REGISTRY_LOCK
 from eventsql_orchestration.model import Retention
 from eventsql_orchestration.publishing import log_room
 from eventsql_orchestration.storage import segments
 from tests.cli.conftest import Run
+from tests.fixtures import Sessions
 
 
 def prepare(platform: EventSQL) -> None:
@@ -150,6 +152,21 @@ def test_retention_is_planned_and_kept_to(run: Run, platform: EventSQL, old: str
     assert [(each["topic"], each["segments"], each["upto"]) for each in planned] == [("old", 1, 9)]
     assert run("topic", "retain", old, "--force").exit_code == 0
     assert platform.reader.count(old) <= 12
+
+
+def test_doctor_names_the_consumer_that_keeps_events_beyond_their_retention(
+    run: Run, platform: EventSQL, old: str, sessions: Sessions
+) -> None:
+    def found() -> list[str]:
+        findings = json.loads(run("doctor", "--json").stdout)["findings"]
+        return [each["message"] for each in findings if each["check"] == "retention"]
+
+    # A change of a definition that does not end keeps nobody from looking.
+    sessions().execute("SELECT pg_advisory_xact_lock(%s)", [REGISTRY_LOCK])
+    assert found() == [f"topic {old} keeps events beyond its retention, because consumer 'mailer' has not passed them"]
+    while platform.consumers.consume_once(old, "mailer", lambda *_: None):
+        pass
+    assert found() == []
 
 
 def test_nothing_is_dropped_where_no_topic_has_a_retention(run: Run, topic: str) -> None:
