@@ -302,11 +302,12 @@ def _queues(shard: Shard, stalled_after: float) -> Iterator[Finding]:
                 f"a message of queue {each.queue} has been visible for {each.seconds:.0f} s",
                 "see whether its workers run; eventsql queue work --help",
             )
-        if each.dead:
+        if each.dead and each.dead_letters is not None:
             yield warning(
                 "queues",
                 f"queue {each.queue} has {counted(each.dead, 'dead letter')}",
-                f"correct the handler, and then: {advised('queue redrive', each.queue)}",
+                f"{advised('queue peek', each.dead_letters)} says why; correct the handler, and then: "
+                f"{advised('queue redrive', each.queue)}",
             )
 
 

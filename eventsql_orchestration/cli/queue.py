@@ -45,6 +45,9 @@ from eventsql_orchestration.validation import advised, check_name, counted
 
 _SENT_AT_ONCE: Final = 1_000
 
+_MOVED: Final = "moved to the dead letters"
+"""The reason that the database notes for it."""
+
 _QUEUE: Final = Name("queue", partial(check_name, "queue name"))
 
 QueueName = Annotated[str, argument(metavar="QUEUE", type=_QUEUE)]
@@ -217,7 +220,7 @@ def receive(
 def _print(messages: Sequence[Message | PeekedMessage], *, as_json: bool) -> None:
     columns: Columns = {
         **same("id", "key"), "body": lambda message: _text(message.body), **same("priority", "receives"),
-        "sent": "sent_at",
+        "sent": "sent_at", "failure": _failure,
     }  # fmt: skip
     if any(isinstance(message, PeekedMessage) for message in messages):
         columns = {**columns, **same("state", "origin")}
@@ -226,6 +229,12 @@ def _print(messages: Sequence[Message | PeekedMessage], *, as_json: bool) -> Non
 
 def _object(message: Message | PeekedMessage | ArchivedMessage) -> dict[str, Any]:
     return {**asdict(message), "metadata": dict(message.metadata), **bytes_field("body", message.body)}
+
+
+def _failure(message: Message | PeekedMessage) -> str | None:
+    """Why the message was given back last. The last entry of a dead letter's history is its move."""
+    reasons = [each["reason"] for each in message.history if each["reason"] != _MOVED]
+    return reasons[-1] if reasons else None
 
 
 def _text(body: bytes) -> str:
@@ -237,7 +246,7 @@ def _text(body: bytes) -> str:
 
 @command(queue)
 def peek(context: CliContext, name: QueueName, limit: Limit, as_json: AsJson) -> None:
-    """Show the next messages of QUEUE without receiving them.
+    """Show the next messages of QUEUE without receiving them, and why each was given back last.
 
     A body that is not UTF-8 text is shown as hexadecimal digits; with --json, it is base64, with "encoding": "base64".
     """
@@ -283,7 +292,7 @@ def redrive(
     limit: Annotated[int | None, option("The oldest N.", type=POSITIVE)],
     ids: Annotated[tuple[int, ...], option("The dead letter with this id; repeat it.", "--id", type=POSITIVE)],
 ) -> None:
-    """Move the dead letters of QUEUE back to it, at once. To see them first: `eventsql queue peek QUEUE_dead`."""
+    """Move the dead letters of QUEUE back to it, at once. `eventsql queue peek QUEUE_dead` says why each failed."""
     with context.platform() as platform:
         redriven = _existing(platform, name).redrive(limit, ids=ids or None)
     say(f"{counted(redriven, 'dead letter')} moved back to queue {name!r}")

@@ -19,8 +19,8 @@ class QueueLag:
     """The messages of a queue by state, at most 10,000 counted of each.
 
     `seconds` is the longest wait of a visible message, 0 if none is visible. `dead` messages were moved from this queue
-    to its dead letters and are still there. `for_dead_letters` says that the queue takes the dead letters of another
-    queue: its messages wait for a person.
+    to the queue `dead_letters` and are still there. `for_dead_letters` says that the queue takes the dead letters of
+    another queue: its messages wait for a person.
     """
 
     queue: str
@@ -31,6 +31,7 @@ class QueueLag:
     dead: int
     seconds: float
     for_dead_letters: bool
+    dead_letters: str | None
 
     @property
     def depth(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import signal
 from datetime import datetime
 
@@ -77,7 +78,7 @@ def test_queues_with_messages_are_shown(run: Run, rides: EventSQL) -> None:
 def test_doctor_names_queues_that_nobody_receives_from_and_dead_letters(run: Run, platform: EventSQL) -> None:
     commands = Queue(platform, "my commands", max_receives=1, dead_letters="given_up")
     commands.send_all([b"1", b"2"])
-    commands.release(commands.receive()[0])
+    commands.release(commands.receive()[0], reason="out of paper")
     with platform.database.connection() as connection:
         connection.execute("UPDATE eventsql.queue_message SET eql_visible_at = now() - interval '1 day'")
     found = [each for each in json.loads(run("doctor", "--json").stdout)["findings"] if each["check"] == "queues"]
@@ -89,6 +90,7 @@ def test_doctor_names_queues_that_nobody_receives_from_and_dead_letters(run: Run
     (found,) = [each for each in json.loads(run("doctor", "--json").stdout)["findings"] if each["check"] == "queues"]
     assert "dead letter" in found["message"]
     assert found["remedy"].endswith("eventsql queue redrive 'my commands'")
+    assert "out of paper" in run(*shlex.split(found["remedy"].partition(" says")[0])[1:]).stdout
 
 
 def test_a_pipe_gets_whole_tables(run: Run, rides: EventSQL) -> None:

@@ -246,11 +246,12 @@ SELECT has_table_privilege(%(queues)s::regclass, 'SELECT')
     AND has_column_privilege(%(messages)s::regclass, 'eql_visible_at', 'SELECT');
 
 -- lag -- The messages of each queue by state, each counted up to a limit; the longest wait of a visible message in
--- seconds; whether the queue takes the dead letters of another queue. Reads as many entries of indexes as it
--- counts.
+-- seconds; whether the queue takes the dead letters of another queue; the queue of its dead letters. Reads as many
+-- entries of indexes as it counts.
 SELECT q.eql_name, least(visible.messages, %(limit)s), least(hidden.held, %(limit)s), least(hidden.delayed, %(limit)s),
        blocked.messages, dead.messages, greatest(0, coalesce(visible.seconds, 0)),
-       EXISTS (SELECT FROM {schema}.queue o WHERE o.eql_dead_letters = q.eql_id)
+       EXISTS (SELECT FROM {schema}.queue o WHERE o.eql_dead_letters = q.eql_id),
+       (SELECT d.eql_name FROM {schema}.queue d WHERE d.eql_id = q.eql_dead_letters)
 FROM {schema}.queue q
 CROSS JOIN LATERAL (
     SELECT count(*) AS messages, extract(epoch FROM clock_timestamp() - min(found.eql_visible_at))::float8 AS seconds
