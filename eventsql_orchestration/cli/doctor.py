@@ -142,6 +142,7 @@ def _shards(context: CliContext, platform: EventSQL, stalled_after: float) -> It
         yield warning(
             "shards",
             f"{waiting.consumer} of topic {waiting.topic} is held back from shard {waiting.shard}, until {until}",
+            "let it consume on all shards; eventsql shard status releases it then",
         )
     for name, since in _behind(platform):
         yield problem(

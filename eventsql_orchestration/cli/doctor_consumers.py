@@ -49,7 +49,11 @@ def leftover_findings(shard: Shard) -> Iterator[Finding]:
 def consumer_findings(shard: Shard) -> Iterator[Finding]:
     topics = {topic.name for topic in shard.registry.topics()}
     states = shard.registry.consumers()
-    findings = [finding for state in states if (finding := _consumer(state, topics)) is not None]
+    findings = [_failing(state, topics) for state in states if state.failing]
+    findings += [
+        warning("consumers", f"{name} of topic {topic} is paused", advised("consumer resume", topic, name))
+        for topic, name in dict.fromkeys((state.topic, state.name) for state in states if state.paused)
+    ]
     yield from findings
     if not findings:
         yield ok("consumers", f"{counted(len(states), 'partition')}, none blocked or paused")
@@ -117,26 +121,24 @@ def dead_letter_findings(shard: Shard) -> Iterator[Finding]:
                 )
 
 
-def _consumer(state: ConsumerState, topics: set[str]) -> Finding | None:
+def _failing(state: ConsumerState, topics: set[str]) -> Finding:
     partition = "" if state.partition < 0 else f" partition {state.partition}"
     name = f"{state.name} of topic {state.topic}{partition}"
     resume = advised("consumer resume", state.topic, state.name)
-    if state.failing:
-        failed = tried(state)
-        dead_letters = state.topic + DEAD_LETTER_SUFFIX
-        if refused(state):
-            return problem(
-                "consumers",
-                f"{name} is blocked, and the event cannot become a dead letter: {failed}",
-                f"correct the handler and {resume}",
-            )
-        if state.spent and dead_letters not in topics:
-            return problem(
-                "consumers",
-                f"{name} is blocked, {failed}",
-                f"eventsql topic create {dead_letters}, or correct the handler and {resume}",
-            )
-        return warning("consumers", f"{name} is retrying, {failed}")
-    if state.paused:
-        return warning("consumers", f"{name} is paused", resume)
-    return None
+    failed = tried(state)
+    dead_letters = state.topic + DEAD_LETTER_SUFFIX
+    if refused(state):
+        return problem(
+            "consumers",
+            f"{name} is blocked, and the event cannot become a dead letter: {failed}",
+            f"correct the handler and {resume}",
+        )
+    if state.spent and dead_letters not in topics:
+        return problem(
+            "consumers",
+            f"{name} is blocked, {failed}",
+            f"eventsql topic create {dead_letters}, or correct the handler and {resume}",
+        )
+    return warning(
+        "consumers", f"{name} is retrying, {failed}", "correct the handler: it gets the event again by itself"
+    )

@@ -367,8 +367,9 @@ def test_a_paused_consumer_is_a_warning(run: Run, consumer: str, platform: Event
     platform.registry.pause(TOPIC, consumer)
     code, findings = diagnose(run)
     assert code == 0
-    assert [finding["status"] for finding in findings["consumers"]] == ["warning", "warning"]
-    assert findings["consumers"][0]["remedy"] == "eventsql consumer resume account_created mailer"
+    (finding,) = findings["consumers"]
+    assert (finding["status"], finding["message"]) == ("warning", f"mailer of topic {TOPIC} is paused")
+    assert finding["remedy"] == "eventsql consumer resume account_created mailer"
 
 
 def test_a_compression_of_another_server_is_told(platform: EventSQL, run: Callable[..., Result]) -> None:
