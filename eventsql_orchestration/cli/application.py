@@ -254,7 +254,7 @@ _COMMANDS: Final = (
     _LoadedWhenCalled("store", "Look at the event store, append to it, and replay subscriptions."),
     _LoadedWhenCalled("shard", "List shards, and add one while events flow."),
     _LoadedWhenCalled("roles", "Create, list and drop roles with the least rights for each task."),
-    _LoadedWhenCalled("server", "Look at the embedded server of this directory, print its URL, stop it."),
+    _LoadedWhenCalled("server", "Show, start and stop the embedded server of this directory."),
     _LoadedWhenCalled("completion", "Print the script that makes Tab complete names in a shell."),
     _LoadedWhenCalled("bench", "Measure events per second, latency and retention here."),
 )

@@ -11,7 +11,7 @@ from eventsql_orchestration.cli.parameters import AsJson, command
 
 @click.group()
 def server() -> None:
-    """Look at the embedded server of this directory, print its URL, stop it.
+    """Show, start and stop the embedded server of this directory.
 
     It is the server of --home, even if a database is named elsewhere. It runs on after the command that started it,
     until it is stopped. Its data, port and password stay.
@@ -31,11 +31,13 @@ def status(context: CliContext, as_json: AsJson) -> None:
     else:
         # These numbers are names: show them without separators.
         show_fields({name: value if isinstance(value, bool | None) else str(value) for name, value in shown.items()})
+        if running is None:
+            say("`eventsql server url` starts it")
 
 
 @command(server)
 def url(context: CliContext) -> None:
-    """Print its URL, password included. Start it if it does not run.
+    """Start it if it does not run, and print its URL, password included.
 
     For a program that takes the URL from its environment: EVENTSQL_DSN=$(eventsql server url).
     """

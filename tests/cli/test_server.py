@@ -40,6 +40,7 @@ def test_asking_for_the_url_starts_the_server_and_stopping_keeps_its_data(invoke
         return bool(json.loads(invoke("--home", home, "server", "status", "--json").stdout)["running"])
 
     assert not running()
+    assert "`eventsql server url` starts it" in invoke("--home", home, "server", "status").stderr
     started = invoke("--home", home, "server", "url")
     assert started.exit_code == 0
     assert started.stderr.startswith("eventsql: started the embedded server of ")
