@@ -184,9 +184,10 @@ def _database(context: CliContext, shard: Shard, stalled_after: float) -> Iterat
     yield server
     schema = schema_finding(database, embedded=embedded)
     yield schema
+    # A migration may wait for one of them.
+    yield from transaction_findings(database)
     if schema.status is not Status.PROBLEM and database.revision() is not None:
         yield from rights_findings(database)
-        yield from transaction_findings(database)
         yield from _transfer(shard, stalled_after)
         for check in _CHECKS:
             yield from check(shard)

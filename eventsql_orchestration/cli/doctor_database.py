@@ -8,15 +8,15 @@ from typing import Final
 from psycopg import sql
 
 from eventsql_orchestration.cli.findings import Finding, ok, problem, warning
-from eventsql_orchestration.database import Database, Queries, migrations
+from eventsql_orchestration.database import Database, Queries, driver_connection, migrations
 from eventsql_orchestration.database.roles import Roles
-from eventsql_orchestration.database.rows import query_all
+from eventsql_orchestration.database.rows import fetch_all
 
 _OLDEST_SERVER: Final = 14
 """The oldest PostgreSQL that still gets fixes."""
 
-FORGOTTEN_SECONDS: Final = 600.0
-"""Somebody may have forgotten a transaction that has been open for longer. Transactions of consumers end sooner."""
+FORGOTTEN_SECONDS: Final = 60.0
+"""Somebody may have forgotten a transaction that has been open for longer."""
 
 
 def server_finding(database: Database) -> Finding:
@@ -76,7 +76,8 @@ def rights_findings(database: Database) -> Iterator[Finding]:
 def transaction_findings(database: Database, longer_than: float = FORGOTTEN_SECONDS) -> Iterator[Finding]:
     """Transactions that somebody may have forgotten: they keep rows from vacuum, and tables from changes."""
     query = Queries("sessions", database.schema)("open_transactions")
-    rows = query_all(database, query, {"longer_than": longer_than}, prepare=False)
+    with database.errors(), database.engine.connect() as connection:
+        rows = fetch_all(driver_connection(connection), query, {"longer_than": longer_than}, prepare=False)
     for seconds, role, pid, application, state, prepared in rows:
         if prepared is None:
             place = f"in process {pid} ({application or 'no name'}, {state})"

@@ -200,7 +200,10 @@ def drain(connection: psycopg.Connection[Any], schema: str, topics: Iterable[tup
 
 
 def _busy(topic: Topic, error: Exception) -> DatabaseBusyError:
-    why = "transactions of consumers or publishers did not end in time: try again later"
+    why = (
+        "transactions of consumers or publishers did not end in time: try again later. `eventsql doctor` names "
+        "transactions that have been open for a minute"
+    )
     if isinstance(error, TooManyBufferedError):
         why = (
             f"more than {MOST_BUFFERED:,} events, or {MOST_BYTES >> 20} MiB, came while the buffer was emptied: try "

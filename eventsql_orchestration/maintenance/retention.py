@@ -307,7 +307,8 @@ class Retainer:
             yield
         except (psycopg.errors.QueryCanceled, psycopg.errors.LockNotAvailable) as error:
             raise DatabaseBusyError(
-                f"an open transaction still reads a segment of topic {topic.name!r}: the next run goes on"
+                f"an open transaction still reads a segment of topic {topic.name!r}: the next run goes on. `eventsql "
+                "doctor` names transactions that have been open for a minute"
             ) from error
 
 

@@ -231,7 +231,7 @@ def lock_log(connection: Connection, name: str) -> None:
     if not attempt(driver, hold, seconds=GIVE_WAY_SECONDS) and not attempt(driver, queue):
         raise DatabaseBusyError(
             f"topic {name!r} stays as it is, because transactions that read its log, or publish, did not end in "
-            f"{LOCK_SECONDS} s: try again"
+            f"{LOCK_SECONDS} s: try again. `eventsql doctor` names transactions that have been open for a minute"
         )
     wait_at_most(driver, LOCK_SECONDS)
 

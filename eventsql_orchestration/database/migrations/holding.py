@@ -70,7 +70,7 @@ def hold_publishers(connection: Connection, schema: str, further: Sequence[str] 
                 raise DatabaseBusyError(
                     f"schema {schema!r} is as before, this changed nothing: other transactions, for example of "
                     f"consumers' handlers or of outboxes, have kept its tables for {SECONDS:.0f} s. Try again, or "
-                    "stop these processes first"
+                    "stop these processes first; `eventsql doctor` names transactions that have been open for a minute"
                 ) from error
         else:
             return
