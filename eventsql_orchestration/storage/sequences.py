@@ -250,6 +250,11 @@ def faults(connection: Connection, schema: str, topics: Iterable[str]) -> list[S
             # A log in both forms has ids in the table without the sequence, too.
             relation = stored_table(connection, schema, topic)
             after = _end_of_other_form(connection, schema, topic)
-        behind = state.behind(_highest(connection, schema, relation), relation=relation, after=after)
+        highest = _highest(connection, schema, relation)
+        behind = state.behind(highest, relation=relation, after=after)
+        if behind is not None:
+            # A writer may have drawn ids since the first look at the sequence.
+            again = states(connection, schema, [state.table])
+            behind = next((each.behind(highest, relation=relation, after=after) for each in again), None)
         found += filter(None, (state.error(), behind, state.nearly_used_up()))
     return found

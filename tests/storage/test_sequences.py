@@ -463,3 +463,17 @@ def test_each_fault_of_a_sequence_is_found_and_mended_by_its_remedy(platform: Ev
         for fault in faults:
             session.execute(fault.remedy)
         assert sequences.faults(connection, "eventsql", ["orders", "payments"]) == []
+
+
+def test_ids_that_are_drawn_between_the_looks_are_no_fault(
+    platform: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    highest = sequences._highest
+
+    def written_meanwhile(connection: Connection, schema: str, table: str) -> int:
+        publish(platform, 1)
+        platform.transfer.run_once()
+        return highest(connection, schema, table)
+
+    monkeypatch.setattr(sequences, "_highest", written_meanwhile)
+    assert sequences.faults(session, "eventsql", ["orders", "payments"]) == []
