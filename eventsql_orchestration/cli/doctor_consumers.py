@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from typing import Final
 
 from eventsql_orchestration.cli.findings import Finding, ok, problem, warning
+from eventsql_orchestration.cli.topic_output import age
 from eventsql_orchestration.consumer import ConsumerState
 from eventsql_orchestration.consuming.dead_letter_values import refused, tried
 from eventsql_orchestration.consuming.deliveries import unattended
@@ -16,6 +18,9 @@ from eventsql_orchestration.storage.metrics import COUNTED, LogMetrics
 from eventsql_orchestration.topics.leftovers import Leftovers
 from eventsql_orchestration.topics.side_consumers import without_backfills
 from eventsql_orchestration.validation import advised, counted
+
+IDLE: Final = timedelta(minutes=10)
+"""Time without consumption after which a consumer or subscription may have no process."""
 
 
 def leftover_findings(shard: Shard) -> Iterator[Finding]:
@@ -71,21 +76,21 @@ def unattended_findings(shard: Shard) -> Iterator[Finding]:
 
 
 def idle_findings(shard: Shard) -> Iterator[Finding]:
-    """Consumers that nobody runs any more, as far as can be seen: events wait, and none was consumed for a day."""
+    """Consumers that nobody runs, as far as can be seen: events wait, and none was consumed for ten minutes."""
     waiting = [lag for lag in without_backfills(shard.lag()) if lag.cause is LagCause.WAITING]
     oldest: dict[tuple[str, str], float] = {}
     for lag in waiting:
         oldest[lag.topic, lag.consumer] = max(lag.seconds, oldest.get((lag.topic, lag.consumer), 0.0))
-    day = timedelta(days=1)
-    recent = datetime.now(UTC) - day
+    recent = datetime.now(UTC) - IDLE
     for (topic, name), seconds in oldest.items():
         consumed = [state.last_consumption_at for state in shard.registry.consumer(topic, name)]
-        if seconds > day.total_seconds() and all(at is None or at < recent for at in consumed):
+        if seconds > IDLE.total_seconds() and all(at is None or at < recent for at in consumed):
             events = sum(lag.events for lag in waiting if (lag.topic, lag.consumer) == (topic, name))
             yield warning(
                 "consumers",
-                f"{name} of topic {topic} has consumed nothing for a day, and {counted(events, 'event')} wait for it",
-                "start the process or the location that runs it; if it was removed: "
+                f"{name} of topic {topic} has consumed nothing for ten minutes, and {counted(events, 'event')} wait, "
+                f"the oldest for {age(round(seconds))}",
+                "start the process that runs it, or Dagster's daemon with its sensor; if nobody runs it any more: "
                 f"{advised('consumer delete', topic, name)}",
             )
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from typing import Final
 
+from eventsql_orchestration.cli.doctor_consumers import IDLE
 from eventsql_orchestration.cli.findings import Finding, problem, warning
 from eventsql_orchestration.cli.output import timestamp
 from eventsql_orchestration.database import Queries
@@ -15,8 +15,6 @@ from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.store.store import Store
 from eventsql_orchestration.validation import advised, counted
 from eventsql_orchestration.views.catalog import Views
-
-_DAY: Final = 86_400.0
 
 
 def store_findings(shard: Shard, stalled_after: float) -> Iterator[Finding]:
@@ -30,13 +28,13 @@ def store_findings(shard: Shard, stalled_after: float) -> Iterator[Finding]:
         yield problem("store", error.message, "eventsql store adopt")
         return
     for each in subscriptions:
-        idle = each.handled_at is None or (datetime.now(UTC) - each.handled_at).total_seconds() > _DAY
-        if each.waiting and each.seconds > _DAY and idle:
+        idle = each.handled_at is None or datetime.now(UTC) - each.handled_at > IDLE
+        if each.waiting and each.seconds > IDLE.total_seconds() and idle:
             yield warning(
                 "store",
-                f"subscription {each.name} has handled nothing for a day, and {counted(each.waiting, 'change')} "
-                f"{'waits' if each.waiting == 1 else 'wait'} for it",
-                f"start the process that runs it; if it was removed: store.unsubscribe({each.name!r})",
+                f"subscription {each.name} has handled nothing for ten minutes, and "
+                f"{counted(each.waiting, 'change')} {'waits' if each.waiting == 1 else 'wait'} for it",
+                f"start the process that runs it; if nobody runs it any more: store.unsubscribe({each.name!r})",
             )
         if each.held_back_by is not None and each.held_back_by.seconds > stalled_after:
             yield warning(

@@ -139,7 +139,7 @@ def test_doctor_tells_of_failing_and_given_up_changes(run: Run, platform: EventS
     assert "given up" not in run("doctor").stdout
 
 
-def test_doctor_names_a_subscription_that_nobody_runs_any_more_after_a_day(run: Run, platform: EventSQL) -> None:
+def test_doctor_names_a_subscription_that_nobody_runs_after_ten_minutes(run: Run, platform: EventSQL) -> None:
     def found() -> list[dict[str, Any]]:
         return [each for each in json.loads(run("doctor", "--json").stdout)["findings"] if each["check"] == "store"]
 
@@ -147,10 +147,10 @@ def test_doctor_names_a_subscription_that_nobody_runs_any_more_after_a_day(run: 
     mailer = platform.store.subscribe("mailer", lambda _change, _connection: None, options=options, background=False)
     assert found() == []
     with platform.database.connection() as connection:
-        connection.execute("UPDATE eventsql.aggregate_change SET eql_created_at = now() - interval '2 days'")
+        connection.execute("UPDATE eventsql.aggregate_change SET eql_created_at = now() - interval '11 minutes'")
     (idle,) = found()
     assert idle["status"] == "warning"
-    assert "mailer has handled nothing for a day, and 3 changes wait" in idle["message"]
+    assert "mailer has handled nothing for ten minutes, and 3 changes wait" in idle["message"]
     assert idle["remedy"].endswith("store.unsubscribe('mailer')")
     assert mailer.run_once().handled == 1
     assert found() == [], "a process runs it, however old its next change is"
