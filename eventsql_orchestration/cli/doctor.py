@@ -117,7 +117,7 @@ def _misspelt() -> Iterator[Finding]:
 
 def _remedy(error: EventSQLError, context: CliContext) -> str | None:
     if isinstance(error, PermissionDeniedError):
-        return "grant the role the missing rights, or use another role"
+        return "grant the login the role reader, or use another login"
     # A server whose disk is full refuses connections, too.
     if isinstance(error, DatabaseFullError) or os.strerror(errno.ENOSPC) in error.message:
         return "free room on the server's disk"
@@ -211,7 +211,7 @@ def _transfer(shard: Shard, stalled_after: float) -> Iterator[Finding]:
             "transfer",
             f"{counted(waiting[topic], 'event')} of topic {topic} not transferred, the oldest for "
             f"{oldest[topic]:,.0f} s",
-            "eventsql transfer",
+            "run eventsql transfer, or Dagster's daemon with the schedule of the transfer; its log names a fault",
         )
     if not stalled:
         yield ok("transfer", f"{counted(waiting.total(), 'event')} in the buffer, none older than {stalled_after:g} s")
