@@ -620,6 +620,20 @@ def test_data_that_the_server_refuses_is_reported_in_its_own_words(
     assert "\n" not in str(caught.value)
 
 
+def test_the_hint_of_a_message_that_is_no_error_is_not_among_the_last_words(shared: EmbeddedPostgres) -> None:
+    said = (
+        "10:00 [7] LOG:  database system was interrupted while in recovery at 09:59\n"
+        "10:00 [7] HINT:  This probably means that some data is corrupted and you will have to use the last backup.\n"
+        "10:00 [7] FATAL:  could not write to file: No space left on device\n"
+        "10:00 [7] HINT:  Free some room.\n"
+        "10:00 [6] LOG:  shutting down due to startup process failure\n"
+    )
+    words = str(shared._error("did not start", said))
+    assert "No space left on device | 10:00 [7] HINT:  Free some room." in words
+    assert "corrupted" not in words
+    assert "LOG:" not in words
+
+
 def test_files_without_a_database_among_them_are_left_alone(fresh: EmbeddedPostgres) -> None:
     mine = fresh.directory / "data" / "mine"
     mine.parent.mkdir(parents=True)

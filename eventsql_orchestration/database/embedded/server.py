@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import random
+import re
 import secrets
 import shutil
 import signal
@@ -48,6 +49,10 @@ _PORTS: Final = range(20000, 27000)
 server is down."""
 
 _LOG_BYTES: Final = 1024 * 1024
+
+_NO_ERROR: Final = re.compile(r"^.* LOG:  .*\n?(?:.* (?:DETAIL|HINT|CONTEXT|STATEMENT):  .*\n?)*", re.MULTILINE)
+"""A message of the server's log that is no error, with what belongs to it: the hint at a recovery that was interrupted
+speaks of corrupted data."""
 
 _SIGNALS: Final[Mapping[StopMode, signal.Signals]] = {
     "smart": signal.SIGTERM,
@@ -179,7 +184,7 @@ class EmbeddedPostgres:
 
     def _error(self, failed: str, said: str) -> EmbeddedServerError:
         """The error with the last lines that a program, the server or the driver said, as one line."""
-        lines = [line.strip() for line in said.splitlines() if line.strip() and " LOG:  " not in line]
+        lines = [line.strip() for line in _NO_ERROR.sub("", said).splitlines() if line.strip()]
         words = " | ".join(lines[-6:]) or "it said nothing"
         log = f" (log: {self._log})" if self._log.exists() else ""
         return EmbeddedServerError(f"the embedded server of {self.directory} {failed}: {words}{log}")
