@@ -220,10 +220,12 @@ def receive(
 def _print(messages: Sequence[Message | PeekedMessage], *, as_json: bool) -> None:
     columns: Columns = {
         **same("id", "key"), "body": lambda message: _text(message.body), **same("priority", "receives"),
-        "sent": "sent_at", "failure": _failure,
+        "sent": "sent_at",
     }  # fmt: skip
     if any(isinstance(message, PeekedMessage) for message in messages):
         columns = {**columns, **same("state", "origin")}
+    if any(message.history for message in messages):
+        columns = {**columns, "failure": _failure}
     show_list(messages, columns, as_json=as_json, json=_object)
 
 

@@ -67,6 +67,7 @@ def test_a_command_works_a_queue_off_and_its_failures_become_dead_letters(
     assert result.exit_code == 0, result.output
     assert "2 messages of queue 'jobs' handled, 1 failed" in result.output
     assert queue.statistics().dead == 1
+    assert "ended with exit code 1" in run("queue", "peek", "jobs_dead").stdout
     assert run("queue", "redrive", "jobs").exit_code == 0
     assert queue.depth().visible == 1
 

@@ -91,6 +91,7 @@ def test_the_checks_are_red_beyond_their_limits_and_for_dead_letters(platform: E
     fourth = observed(platform, checks=checks, cursor=third.cursor, now=NOW + 92)
     passed, description = verdicts(fourth)["delivered"]
     assert not passed
+    assert "`eventsql queue peek pictures_dead`" in description
     assert "`eventsql queue redrive pictures`" in description
     queue.redrive()
     queue.purge()

@@ -154,10 +154,11 @@ class _DeliveredRule:
             return unknown
         if state.dead <= self.most:
             return Verdict(True, counted(state.dead, "dead letter"), state.metadata(), "delivered")
+        letters = next(str(lag.dead_letters) for lag in state.lags if lag.dead)
         return Verdict(
             False,
-            f"{counted(state.dead, 'dead letter')}: `eventsql queue peek` on the queue of dead letters shows their "
-            f"history, `{advised('queue redrive', self.queue)}` moves them back",
+            f"{counted(state.dead, 'dead letter')}: `{advised('queue peek', letters)}` shows their errors, "
+            f"`{advised('queue redrive', self.queue)}` moves them back",
             state.metadata(),
             # More dead letters are reported at once, up to the number that is counted.
             f"{state.dead} dead",
