@@ -73,6 +73,10 @@ def test_a_queue_is_observed_while_messages_wait_and_rarely_afterwards(platform:
 def test_the_checks_are_red_beyond_their_limits_and_for_dead_letters(platform: EventSQL) -> None:
     queue = Queue(platform, "pictures", max_receives=1)
     checks = build_queue_checks(PICTURES, QueueLimits(max_messages=1, grace=60.0))
+    assert [each.description for each in checks] == [
+        "Queue pictures is behind by at most 1 message and 300 s, or by more for at most 60 s.",
+        "Queue pictures has no dead letter.",
+    ]
     queue.send(b"1")
     first = observed(platform, checks=checks)
     assert {name: passed for name, (passed, _) in verdicts(first).items()} == {"lag": True, "delivered": True}

@@ -169,10 +169,20 @@ def build_lag_check(
     """
     limits = LagLimits(max_events=max_events, max_seconds=max_seconds, grace=grace)
     rule = _LagRule(consumer, limits)
-    description = f"Consumer {consumer.consumer.name} is behind by at most {rule.bounds}" + (
-        f", or by more for at most {grace:g} s." if grace else "."
-    )
+    description = lag_allowed(f"Consumer {consumer.consumer.name}", rule.bounds, grace)
     return ConsumerCheck(dg.AssetCheckKey(consumer.key, LAG_CHECK), severity, description, rule, consumer)
+
+
+def lag_bounds(number: int | None, noun: str, seconds: float | None) -> str:
+    """The limits of a lag in words. None is no limit."""
+    return " and ".join(
+        [*([] if number is None else [counted(number, noun)]), *([] if seconds is None else [f"{seconds:g} s"])]
+    )
+
+
+def lag_allowed(subject: str, bounds: str, grace: float) -> str:
+    """The description of a check of a lag."""
+    return f"{subject} is behind by at most {bounds}" + (f", or by more for at most {grace:g} s." if grace else ".")
 
 
 def remembered(instance: dg.DagsterInstance, key: dg.AssetCheckKey) -> Memory:
@@ -200,10 +210,7 @@ class _LagRule:
 
     @property
     def bounds(self) -> str:
-        events, seconds = self.limits.max_events, self.limits.max_seconds
-        return " and ".join(
-            [*([] if events is None else [counted(events, "event")]), *([] if seconds is None else [f"{seconds:g} s"])]
-        )
+        return lag_bounds(self.limits.max_events, "event", self.limits.max_seconds)
 
     def __call__(self, look: Look[AssetLag]) -> Verdict:
         lag = look.state

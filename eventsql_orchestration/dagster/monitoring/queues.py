@@ -8,7 +8,14 @@ from typing import Any, Final
 import dagster as dg
 
 from eventsql_orchestration import EventSQL
-from eventsql_orchestration.dagster.monitoring.checks import LAG_CHECK, Look, ReportedCheck, Verdict
+from eventsql_orchestration.dagster.monitoring.checks import (
+    LAG_CHECK,
+    Look,
+    ReportedCheck,
+    Verdict,
+    lag_allowed,
+    lag_bounds,
+)
 from eventsql_orchestration.dagster.monitoring.dead_letter_check import DELIVERED_CHECK
 from eventsql_orchestration.dagster.monitoring.reports import Reports, cursor_of, monitoring_sensor
 from eventsql_orchestration.dagster.queues.assets import QUEUE
@@ -112,13 +119,16 @@ def build_queue_checks(
     queue = _queue_of(asset)
     checks = []
     if limits.max_messages is not None or limits.max_seconds is not None:
-        key, description = dg.AssetCheckKey(asset.key, LAG_CHECK), f"Messages of queue {queue} wait within limits."
+        bounds = lag_bounds(limits.max_messages, "message", limits.max_seconds)
+        description = lag_allowed(f"Queue {queue}", bounds, limits.grace)
+        key = dg.AssetCheckKey(asset.key, LAG_CHECK)
         checks.append(QueueCheck(key, severity, description, _LagRule(limits), queue))
     if limits.max_dead_letters is not None:
         key = dg.AssetCheckKey(asset.key, DELIVERED_CHECK)
-        description = f"Queue {queue} has at most {counted(limits.max_dead_letters, 'dead letter')}."
-        rule = _DeliveredRule(queue, limits.max_dead_letters)
-        checks.append(QueueCheck(key, severity, description, rule, queue))
+        most = limits.max_dead_letters
+        allowed = f"at most {counted(most, 'dead letter')}" if most else "no dead letter"
+        rule = _DeliveredRule(queue, most)
+        checks.append(QueueCheck(key, severity, f"Queue {queue} has {allowed}.", rule, queue))
     return checks
 
 
@@ -157,8 +167,8 @@ class _DeliveredRule:
         letters = next(str(lag.dead_letters) for lag in state.lags if lag.dead)
         return Verdict(
             False,
-            f"{counted(state.dead, 'dead letter')}: `{advised('queue peek', letters)}` shows their errors, "
-            f"`{advised('queue redrive', self.queue)}` moves them back",
+            f"{counted(state.dead, 'dead letter')}: `{advised('queue peek', letters)}` shows the errors, "
+            f"`{advised('queue redrive', self.queue)}` moves the messages back",
             state.metadata(),
             # More dead letters are reported at once, up to the number that is counted.
             f"{state.dead} dead",
