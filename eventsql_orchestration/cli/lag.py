@@ -252,7 +252,7 @@ def _show_subscriptions(shards: Sequence[Shard]) -> None:
             say(error.message)
             continue
         behind += [(shard, each) for each in found if each.waiting or each.held_back or each.dead_letters]
-    _show_by_shard(behind, _SUBSCRIPTIONS)
+    _show_by_shard(behind, SUBSCRIPTION_COLUMNS)
 
 
 def _show_queues(shards: Sequence[Shard]) -> None:
@@ -276,10 +276,11 @@ QUEUE_COLUMNS: Final[Columns] = {
 """The columns of a queue's messages."""
 
 
-_SUBSCRIPTIONS: Final[Columns] = {
+SUBSCRIPTION_COLUMNS: Final[Columns] = {
     "subscription": "name", **same("waiting"), "held back": "held_back", **same("seconds"),
     "given up": "dead_letters", "why": "why",
 }  # fmt: skip
+"""The columns of a subscription's changes."""
 
 
 def _why(lag: ConsumerLag) -> str | None:

@@ -17,6 +17,7 @@ import click
 
 from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
+from eventsql_orchestration.cli.lag import SUBSCRIPTION_COLUMNS
 from eventsql_orchestration.cli.output import Columns, same, say, show_list, timestamp, write_lines
 from eventsql_orchestration.cli.parameters import (
     POSITIVE,
@@ -199,17 +200,14 @@ def subscriptions(context: CliContext, as_json: AsJson) -> None:
     """List the subscriptions with their lag and its cause."""
     with context.platform() as platform:
         found = platform.store.subscriptions()
-    cause: Columns = {
-        "held_back_by": lambda lag: None if lag.held_back_by is None else lag.held_back_by.description,
-        "held_back_seconds": lambda lag: None if lag.held_back_by is None else lag.held_back_by.seconds,
-    }
-    shown: Columns = {**same("name", "handled", "waiting", "held_back"), **cause, **same("dead_letters", "failure")}
     details: Columns = {
         **same("name"), "checkpoint": lambda lag: str(lag.checkpoint),
-        **same("handled", "handled_at", "waiting", "held_back"), **cause,
+        **same("handled", "handled_at", "waiting", "held_back", "seconds"),
+        "held_back_by": lambda lag: None if lag.held_back_by is None else lag.held_back_by.description,
+        "held_back_seconds": lambda lag: None if lag.held_back_by is None else lag.held_back_by.seconds,
         **same("attempts", "failure", "retry_in", "dead_letters"),
     }  # fmt: skip
-    context.show_items(found, as_json=as_json, json=details, table=shown)
+    context.show_items(found, as_json=as_json, json=details, table={**SUBSCRIPTION_COLUMNS, **same("handled")})
 
 
 @command(store)

@@ -111,8 +111,11 @@ def test_lag_and_doctor_tell_which_process_holds_a_subscription_back(run: Run, p
         platform.store.append("order", "1", [Change("sent", {})], expected_version="any")
         said = run("lag", "--json")
         assert json.loads(said.stdout) == []
+        (listed,) = json.loads(run("store", "subscriptions", "--json").stdout)
+        assert (listed["held_back"], listed["seconds"] > 0, listed["held_back_seconds"] > 0) == (1, True, True)
         pid = open_transaction.info.backend_pid
-        for shown in (run("lag").stdout, run("doctor", "--stalled-after", "0").stdout):
+        shows = ("lag",), ("store", "subscriptions"), ("doctor", "--stalled-after", "0")
+        for shown in (run(*words).stdout for words in shows):
             assert "mailer" in shown
             assert f"process {pid}" in " ".join(shown.split())
     name, waiting, held_back, _, given_up, why = run("lag").stdout.split()[-6:]
