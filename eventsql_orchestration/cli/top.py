@@ -354,7 +354,7 @@ def _title(screen: Screen) -> str:
         counted(len({row.topic for row in screen.topics}), "topic"),
         *([f"{rate:,.1f} events/s"] if known else []),
         f"{counted(sum(row.buffered for row in screen.topics), 'event')} in the buffer",
-        f"lag {sum(row.events for row in screen.consumers):,}",
+        f"lag {counted(sum(row.events for row in screen.consumers), 'event')}",
         *([f"{counted(len(screen.stopped), 'partition')} standing still"] if screen.stopped else []),
         *([f"down: {', '.join(screen.down)}"] if screen.down else []),
     ]

@@ -104,7 +104,9 @@ def test_a_pipe_gets_whole_tables(run: Run, rides: EventSQL) -> None:
     done = run("top", "rides", "--count", "1")
     assert done.exit_code == 0, done.stderr
     title, *_ = done.stdout.splitlines()
-    assert re.fullmatch(r"\d\d:\d\d:\d\d  1 topic  1 event in the buffer  lag 15  2 partitions standing still", title)
+    assert re.fullmatch(
+        r"\d\d:\d\d:\d\d  1 topic  1 event in the buffer  lag 15 events  2 partitions standing still", title
+    )
     [stuck] = [line for line in done.stdout.splitlines() if "blocked" in line and "event 1 failed" in line]
     assert "the first line and the second " + "x" * 100 in stuck
     assert "empty" not in done.stdout
