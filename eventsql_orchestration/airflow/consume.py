@@ -26,6 +26,7 @@ from eventsql_orchestration.orchestration.batch import BatchConsumer, RangeConsu
 from eventsql_orchestration.orchestration.drain import Consume, Drained
 from eventsql_orchestration.orchestration.errors import FinalRunError, WindowGoneError
 from eventsql_orchestration.orchestration.limits import RunLimits
+from eventsql_orchestration.orchestration.tracebacks import Tracebacks
 from eventsql_orchestration.signatures import signature_of
 from eventsql_orchestration.validation import check_name, check_whole
 
@@ -186,7 +187,9 @@ class EventSQLConsumeOperator(BaseOperator):
         if self.gets == "claim":
             # A range that failed is claimed again after a pause: a retry would do nothing.
             return RangeConsumer(shard, lambda claim: function(claim, **more), logger)
-        return BatchConsumer(shard, lambda events, on: function(events, on, **more), self.batch, self.limits.lease)
+        return BatchConsumer(
+            shard, lambda events, on: function(events, on, **more), self.batch, self.limits.lease, Tracebacks(logger)
+        )
 
     def _report(self, hook: EventSQLHook, drained: Drained) -> None:
         """Log dead letters. Raises `AirflowException` for a failing event, `AirflowFailException` for a lost claim."""

@@ -24,6 +24,7 @@ from eventsql_orchestration.orchestration.errors import (
     RangeFailedError,
     ReplayError,
 )
+from eventsql_orchestration.orchestration.tracebacks import Tracebacks
 from eventsql_orchestration.validation import advised
 
 STALLED_AFTER: Final = 300.0
@@ -58,6 +59,7 @@ class BatchConsumer:
     function: BatchFunction
     batch: int
     lease: float
+    tracebacks: Tracebacks
     max_dead_letters: int | None = None
 
     def __call__(self, claim: Claim) -> BatchResult:
@@ -99,8 +101,12 @@ class BatchConsumer:
             "SELECT pg_catalog.set_config('idle_in_transaction_session_timeout', %s, true)",
             (str(round(max(self.lease, STALLED_AFTER) * 1000)),),
         )
-        with counting_exits():
-            return self.function(events, connection)
+        try:
+            with counting_exits():
+                return self.function(events, connection)
+        except OF_HANDLER as error:
+            self.tracebacks.show(error)
+            raise
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from eventsql_orchestration.errors import (
     SchemaOutdatedError,
 )
 from eventsql_orchestration.orchestration.limits import WorkLimits
+from eventsql_orchestration.orchestration.tracebacks import Tracebacks
 from eventsql_orchestration.queue import Message, Queue
 from eventsql_orchestration.queue.held_messages import HeldMessages
 from eventsql_orchestration.queue.worker import Backoff, after_failure, pause_after, reason_of
@@ -91,9 +92,11 @@ class QueueRun:
     log: logging.Logger
     done: WorkedOff = field(default_factory=WorkedOff)
     _held: HeldMessages = field(init=False)
+    _tracebacks: Tracebacks = field(init=False)
 
     def __post_init__(self) -> None:
         self._held = HeldMessages(self.queue)
+        self._tracebacks = Tracebacks(self.log)
 
     def drain(self) -> None:
         """Work until no message comes for `drain_idle` seconds, or a limit is reached.
@@ -188,6 +191,7 @@ class QueueRun:
         reason, pause = reason_of(error), pause_after(message, self.backoff)
         dead_letters = None
         self.done.failed += 1
+        self._tracebacks.show(error)
         try:
             dead_letters = self.queue.release_failed(message, delay=pause, reason=reason)
         except MessageNotFoundError as lost:

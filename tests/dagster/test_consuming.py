@@ -43,6 +43,12 @@ def failure_of(result: dg.ExecuteInProcessResult) -> dict[str, Any]:
     return {"description": data.description, **{name: value.value for name, value in data.metadata.items()}}
 
 
+def raised(bench: Workbench, result: dg.ExecuteInProcessResult) -> list[str]:
+    """The tracebacks of the function in the log of a run."""
+    messages = [entry.user_message for entry in bench.instance.all_logs(result.run_id)]
+    return [message for message in messages if message.startswith("the function raised ")]
+
+
 def test_a_run_counts_only_its_own_lag_and_gives_up_if_that_takes_long(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,6 +243,9 @@ def test_an_event_that_fails_fails_the_run_and_is_named(bench: Workbench) -> Non
     assert found["error"] == "ValueError: 3 is not to be had"
     assert "rides_dlt" in found["advice"]
     assert f"event {ids[3]} of topic rides failed once in consumer c" in found["description"]
+    # The batch failed in the same line.
+    (shown,) = raised(bench, result)
+    assert "raise ValueError" in shown
     # The events before it are handled, and the offset shows it.
     assert bench.effects() == ids[:3]
     assert bench.offset(definition) == ids[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ from eventsql_orchestration.dagster.consumers.tick import Watch
 from eventsql_orchestration.dagster.tags import SUCCEEDS_TAG
 from eventsql_orchestration.orchestration.batch import BatchConsumer
 from eventsql_orchestration.orchestration.owners import owner_of_run
+from eventsql_orchestration.orchestration.tracebacks import Tracebacks
 from eventsql_orchestration.topics.positions import Earliest
 from tests.dagster.conftest import Workbench, registering, sql
 from tests.dagster.location import record
@@ -155,7 +157,7 @@ def test_after_a_seek_back_a_tick_that_takes_the_partition_from_a_run_that_drain
 
     run_id = bench.requested(long, dg.RunRequest(), dg.DagsterRunStatus.STARTED)
     limits = RunLimits(max_wait=0.0, max_events=3, drain_seconds=600.0)
-    consume = BatchConsumer(shard, record, batch=1_000, lease=limits.lease)
+    consume = BatchConsumer(shard, record, batch=1_000, lease=limits.lease, tracebacks=Tracebacks(logging.getLogger()))
     run = RunDraining(shard, long.consumer, consume, limits, owner=owner_of_run(run_id))
     claim = run.claim(-1)
     assert isinstance(claim, Claim)
@@ -205,7 +207,9 @@ def test_a_run_goes_on_after_its_window_until_a_successor_that_was_launched_has_
 
     def draining_of(run_id: str, limits: RunLimits, **options: Any) -> RunDraining:
         shard = bench.platform.shards[0]
-        consume = BatchConsumer(shard, record, batch=1_000, lease=limits.lease)
+        consume = BatchConsumer(
+            shard, record, batch=1_000, lease=limits.lease, tracebacks=Tracebacks(logging.getLogger())
+        )
         return RunDraining(shard, long.consumer, consume, limits, owner=owner_of_run(run_id), **options)
 
     ids = bench.publish("long", 1)

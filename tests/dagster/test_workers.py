@@ -167,6 +167,8 @@ def test_a_failing_message_delays_no_other_and_becomes_a_dead_letter(work: Work)
         (request,) = work.tick(definition)
         result = work.run(definition, request)
         assert not result.success
+        messages = [entry.user_message for entry in work.bench.instance.all_logs(result.run_id)]
+        assert sum("in stumble" in message for message in messages) == 1
         # Others were handled, and belong to the asset's history.
         event = dg.DagsterEventType.ASSET_MATERIALIZATION
         assert len(work.bench.instance.all_logs(result.run_id, of_type=event)) == 1 - again

@@ -44,6 +44,7 @@ from eventsql_orchestration.orchestration.batch import BatchConsumer, RangeConsu
 from eventsql_orchestration.orchestration.drain import Consume, Drained
 from eventsql_orchestration.orchestration.owners import owner_of_run
 from eventsql_orchestration.orchestration.shards import shards_of
+from eventsql_orchestration.orchestration.tracebacks import Tracebacks
 from eventsql_orchestration.topics.positions import Start, starting_at
 from eventsql_orchestration.validation import check_kind, check_whole
 
@@ -112,7 +113,10 @@ def consumer_asset(
 
         def consume(context: dg.AssetExecutionContext, shard: Shard, resources: Mapping[str, Any]) -> Consume:
             call = partial(user, resources, context=context)
-            return BatchConsumer(shard, lambda events, on: call(events=events, connection=on), batch, limits.lease)
+            tracebacks = Tracebacks(context.log)
+            return BatchConsumer(
+                shard, lambda events, on: call(events=events, connection=on), batch, limits.lease, tracebacks
+            )
 
         return declared.define(user, consume)
 

@@ -1,0 +1,22 @@
+"""The tracebacks of a user's function in the log of its run. Reports of failures have only the text of the error."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Tracebacks:
+    """Logs the traceback of an error, once for each place that raises: thousands of events may fail in the same way."""
+
+    log: logging.Logger
+    _places: set[tuple[tuple[str, int | None], ...]] = field(default_factory=set)
+
+    def show(self, error: BaseException) -> None:
+        place = tuple((frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__))
+        if place not in self._places:
+            self._places.add(place)
+            text = "".join(traceback.format_exception(error))
+            self.log.warning("the function raised %s:\n%s", type(error).__name__, text)
