@@ -109,7 +109,7 @@ defs = dg.Definitions(
     sensors=[
         *(sensor for consumer in CONSUMERS for sensor in consumer.sensors),
         *(worker.sensor for worker in WORKERS),
-        lag_sensor(CONSUMERS, CONSUMER_CHECKS),
+        lag_sensor(CONSUMERS, CONSUMER_CHECKS, DEAD_LETTER_TOPICS),
         build_queue_sensor(answers.QUEUES, checks=QUEUE_CHECKS),
         alert_sensor([*REPORTED_CHECKS, *CHECKS]),
     ],

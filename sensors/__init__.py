@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import dagster as dg
 
+from eventsql_orchestration import Topic
 from eventsql_orchestration.dagster import (
     CheckAlert,
     ConsumerCheck,
@@ -19,9 +20,11 @@ from eventsql_orchestration.dagster import (
 )
 
 
-def lag_sensor(consumers: Sequence[ConsumerDefinition], checks: Sequence[ConsumerCheck]) -> dg.SensorDefinition:
-    """Observes every consumer's lag, and evaluates the checks of consumers."""
-    return build_lag_sensor(consumers, checks=checks)
+def lag_sensor(
+    consumers: Sequence[ConsumerDefinition], checks: Sequence[ConsumerCheck], topics: Sequence[Topic]
+) -> dg.SensorDefinition:
+    """Observes every consumer's lag, evaluates the checks of consumers, and reports the events of external topics."""
+    return build_lag_sensor(consumers, checks=checks, topics=topics)
 
 
 def alert_sensor(checks: Sequence[ReportedCheck | dg.AssetChecksDefinition]) -> dg.SensorDefinition:

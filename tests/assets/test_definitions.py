@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import dagster as dg
@@ -22,12 +23,17 @@ def test_registration_creates_queues_and_dead_letter_topics_of_every_consumed_to
     with dg.DagsterInstance.ephemeral() as instance:
         for _ in range(2):
             assert register.execute_in_process(instance=instance).success
+        with dg.build_sensor_context(instance=instance, resources={"eventsql": definitions.eventsql}) as context:
+            tick = definitions.defs.get_repository_def().get_sensor_def("lag").evaluate_tick(context)
     registered = {topic.name for topic in platform.registry.topics()}
     consumed = {consumer.topic for consumer in definitions.CONSUMERS}
     assert registered == {
         *(topic.name for topic in definitions.TOPICS),
         *(topic.dead_letter_topic for topic in consumed),
     }
+    # The check `delivered` links to their pages.
+    assert tick.cursor is not None
+    assert json.loads(tick.cursor)["arrivals"]["seen"].keys() == {topic.dead_letter_topic for topic in consumed}
     for consumer in definitions.CONSUMERS:
         assert platform.registry.consumer(consumer.topic.name, consumer.consumer.name)
         # What the check `delivered` links to is an asset.
