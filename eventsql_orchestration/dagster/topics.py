@@ -108,7 +108,7 @@ def topic_asset(
         key=topic_key(topic.name),
         deps=list(deps),
         description=description or _described(topic.name),
-        metadata={"topic": topic.name, "partitions": topic.partitions, **declared_columns(columns), **(metadata or {})},
+        metadata={**described_topic(topic), **declared_columns(columns), **(metadata or {})},
         group_name=group_name,
         owners=list(owners),
         kinds={*TOPIC_KINDS, *kinds},
@@ -116,6 +116,11 @@ def topic_asset(
         tags=dict(tags or {}),
     )
     return translated(translator, topic.name, None, spec)
+
+
+def described_topic(topic: Topic) -> dict[str, Any]:
+    """The metadata of a declared topic."""
+    return {"topic": topic.name, "partitions": topic.partitions if topic.partitioned else "not partitioned"}
 
 
 def _described(topic: str) -> str:

@@ -89,7 +89,6 @@ def test_a_run_consumes_exactly_the_claimed_range(bench: Workbench, metadata: Me
         "input": dg.AssetKey(["topic", "rides"]),
         "trace": f"eventsql trace rides {ids[29]}",
         "consumer": "c",
-        "partition": -1,
         "events": 30,
         "dagster/row_count": 30,
         "claims": 1,

@@ -283,7 +283,8 @@ def test_a_topic_asset_has_owners_columns_and_freshness() -> None:
         deps=["web"],
     )
     assert (spec.key, spec.group_name) == (dg.AssetKey(["topic", "rides"]), "topics")
-    assert spec.metadata["partitions"] == RIDES.partitions
+    assert spec.metadata["partitions"] == "not partitioned"
+    assert topic_asset(Topic("halves", 2)).metadata["partitions"] == 2
     assert spec.owners == ["team:rides", "a@b.com"]
     assert spec.kinds == {"topic", "postgresql", "json"}
     schema = spec.metadata["dagster/column_schema"]

@@ -37,7 +37,7 @@ from eventsql_orchestration.dagster.register import failing_if_unregistered, why
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
 from eventsql_orchestration.dagster.steps import job_of_assets, step_of_assets
 from eventsql_orchestration.dagster.tags import CONSUMER_RUN, CONSUMER_TAG, SHARED_TAG, SPARK_POOL, TOPIC_TAG
-from eventsql_orchestration.dagster.topics import TOPIC_GROUP, TOPIC_KINDS, topic_key
+from eventsql_orchestration.dagster.topics import TOPIC_GROUP, TOPIC_KINDS, described_topic, topic_key
 from eventsql_orchestration.dagster.translator import translated
 from eventsql_orchestration.errors import EventSQLError, ValidationError
 from eventsql_orchestration.orchestration.batch import BatchConsumer, RangeConsumer
@@ -259,7 +259,7 @@ class _Declared:
             owners=list(self.options.owners),
             code_version=self.options.version,
             kinds=set(TOPIC_KINDS),
-            metadata={"topic": topic, **({"partitions": published.partitions} if isinstance(published, Topic) else {})},
+            metadata=described_topic(published) if isinstance(published, Topic) else {"topic": topic},
         )
         return translated(self.options.translator, topic, None, spec)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import dagster as dg
 
-from eventsql_orchestration import Consumer
+from eventsql_orchestration import NOT_PARTITIONED, Consumer
 from eventsql_orchestration.client.dead_letters import ClusterDeadLetters
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.consuming.failures import Failure
@@ -97,7 +97,7 @@ def _failure(consumer: Consumer, claim: Claim, failure: Failure, *, refused: boo
         metadata={
             "topic": topic,
             "consumer": consumer.name,
-            "partition": failure.partition,
+            **({} if failure.partition == NOT_PARTITIONED else {"partition": failure.partition}),
             "event": failure.event_id,
             "attempts": failure.attempts,
             "error": failure.error,
@@ -123,11 +123,11 @@ def results(
 ) -> Iterator[tuple[dg.AssetKey, dict[str, Any]]]:
     """The metadata of a run's asset, and of each topic that the run publishes to."""
     topics = {topic: topic.path[-1] for topic in publishes}
-    partitions = sorted({claim.range.partition for claim, _ in drained.claims})
+    partitions = {claim.range.partition for claim, _ in drained.claims} - {NOT_PARTITIONED}
     metadata: dict[str, Any] = {
         **{name: value for said in drained.said for name, value in leave_out(said, topics.values()).items()},
         **input_metadata(consumer.topic, drained.ranges(), consumer=consumer.name),
-        **({"partition": partitions[0]} if len(partitions) == 1 else {}),
+        **({"partition": partitions.pop()} if len(partitions) == 1 else {}),
         "events": drained.events,
         ROW_COUNT: drained.events,
         "claims": len(drained.claims),
