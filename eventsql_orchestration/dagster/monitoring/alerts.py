@@ -19,6 +19,7 @@ from eventsql_orchestration.dagster.monitoring.checks import ReportedCheck, late
 from eventsql_orchestration.dagster.monitoring.reports import read_cursor
 from eventsql_orchestration.dagster.tags import INTERNAL_RUN
 from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.validation import counted
 
 GREEN: Final = "green"
 
@@ -82,7 +83,7 @@ def build_alert_sensor(
         known: dict[str, str] = read_cursor(context.cursor)
         sent = _send(_changes(context.instance, keys, known), notify, known, context.log)
         return dg.SensorResult(
-            skip_reason=f"{sent} alerts sent" if sent else "no check has changed", cursor=json.dumps(known)
+            skip_reason=f"{counted(sent, 'alert')} sent" if sent else "no check has changed", cursor=json.dumps(known)
         )
 
     return alert
