@@ -98,7 +98,7 @@ def list_consumers(
     if not backfills:
         states = [state for state in states if backfill_of(state.name) is None]
     table = {**same("topic"), "consumer": "name", **same("shard"), **_PROGRESS, **same("filter")}
-    context.show_items(states, as_json=as_json, json=_JSON, table=table)
+    context.show_items(states, as_json=as_json, json=_JSON, table=table, spare=("consumed", "last consumed"))
 
 
 def condition(state: ConsumerState) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -139,9 +139,11 @@ class CliContext:
         """An object for JSON: its shard, if there are several, and these columns."""
         return {**self.on_shard(getattr(item, "shard", None)), **picked(item, columns)}
 
-    def show_items(self, items: Sequence[Any], *, as_json: bool, json: Columns, table: Columns) -> None:
+    def show_items(
+        self, items: Sequence[Any], *, as_json: bool, json: Columns, table: Columns, spare: Collection[str] = ()
+    ) -> None:
         """Write objects as a JSON list with the fields of `json`, or as a table with the columns of `table`."""
-        show_list(items, table, as_json=as_json, json=lambda item: self.on_its_shard(item, json))
+        show_list(items, table, as_json=as_json, json=lambda item: self.on_its_shard(item, json), spare=spare)
 
     def whole(self) -> EventSQL:
         """The platform, for a command that changes all shards alike. Raises `ConfigurationError` if one was chosen."""

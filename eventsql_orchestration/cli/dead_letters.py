@@ -92,7 +92,8 @@ def list_dead_letters(
         "message": _metadata(dead_letter_values.MESSAGE), "given up": "buffered_at",
         "redriven": "redriven_at", "dismissed": "dismissed_at",
     }  # fmt: skip
-    show_list(letters, columns, as_json=as_json, json=partial(_object, context))
+    spare = ("partition", "attempts", "given up")
+    show_list(letters, columns, as_json=as_json, json=partial(_object, context), spare=spare)
 
 
 def _metadata(name: str) -> Callable[[DeadLetter], object]:

@@ -69,7 +69,7 @@ WIDE: Final = 110
 """The least width of a terminal that shows all columns of a refreshing table."""
 
 _ONLY_WIDE: Final = ("offset", "end", "buffered")
-"""Columns of the lag that a narrower terminal leaves out, so that names stay whole."""
+"""Columns of the lag that a narrow terminal leaves out, so that names stay whole."""
 
 
 @command(short_help="Show how far consumers are behind, and why.")
@@ -94,10 +94,10 @@ def lag(
 
     Columns: events counts the events that are not consumed yet; buffered counts the part of them that is not
     transferred yet; seconds is the age of the oldest event; offset is the last consumed event, end is the newest event,
-    and why is the cause. With --totals, partitions counts the partitions that are behind. With --watch on a terminal,
-    trend shows the events of the last refreshes; below 110 columns, it leaves out offset, end and buffered. With
-    --json, --watch prints a line for each refresh. --json is short for --format json; --format csv prints a header and
-    the columns of the JSON. Subscriptions of the event store that are behind stand in a table below, and queues with
+    and why is the cause. A narrow terminal leaves out offset, end and buffered. With --totals, partitions counts the
+    partitions that are behind. With --watch on a terminal, trend shows the events of the last refreshes. With --json,
+    --watch prints a line for each refresh. --json is short for --format json; --format csv prints a header and the
+    columns of the JSON. Subscriptions of the event store that are behind stand in a table below, and queues with
     messages in another table; `eventsql store subscriptions --json` and `eventsql queue list --json` have them as JSON.
     """
 
@@ -316,7 +316,7 @@ def _fitting(columns: Columns, width: int) -> Columns:
 
 def lag_table(lags: list[ConsumerLag], *, width: int = WIDE) -> Listing:
     """A table of the lag for people, with a row for each consumer partition, on a terminal of `width` columns."""
-    return table_of(lags, _fitting(_LAG, width))
+    return table_of(lags, _fitting(_LAG, width), spare=_ONLY_WIDE)
 
 
 def live_lag(console: Console) -> Live:

@@ -298,16 +298,22 @@ _GAP: Final = 2
 _FOLDED: Final = 8
 """The narrowest column into which a text is folded."""
 
+_SENTENCE: Final = 24
+"""The narrowest column in which a text of several words is easy to read."""
 
-def table_of(items: Sequence[Any], columns: Columns, *, right: Collection[str] = ()) -> Listing:
+
+def table_of(
+    items: Sequence[Any], columns: Columns, *, right: Collection[str] = (), spare: Collection[str] = ()
+) -> Listing:
     """A table for people with a row for each object. A column `shard` without values is left out.
 
-    Numbers and the columns of `right` are right-aligned, with groups of digits. None is a dash.
+    Numbers and the columns of `right` are right-aligned, with groups of digits. None is a dash. A terminal in which
+    names would be folded leaves out the columns of `spare`.
     """
     rows = [picked(item, columns) for item in items]
     shown = [name for name in columns if name != "shard" or any(row[name] is not None for row in rows)]
     drawn = lazy.Table(box=None, pad_edge=False, header_style="bold")
-    least = -_GAP
+    least = wanted = -_GAP
     for name in shown:
         cells = [row[name] for row in rows]
         numeric = bool(cells) and all(isinstance(cell, int | float | None) for cell in cells)
@@ -316,23 +322,32 @@ def table_of(items: Sequence[Any], columns: Columns, *, right: Collection[str] =
         justify: Literal["right", "left"] = "right" if numeric or name in right else "left"
         natural = max(len(text) for text in (name, *map(cell, cells)))
         least += (natural if whole else min(natural, _FOLDED)) + _GAP
+        words = not whole and any(" " in str(each) for each in cells)
+        wanted += (min(natural, _SENTENCE) if words else natural) + _GAP
         drawn.add_column(name, justify=justify, no_wrap=whole, overflow="fold")
     for row in rows:
         drawn.add_row(*(lazy.Text(cell(row[name])) for name in shown))
-    return Listing(drawn, least)
+    fewer = {name: column for name, column in columns.items() if name not in spare}
+    return Listing(drawn, least, wanted, table_of(items, fewer, right=right) if spare else None)
 
 
 class Listing:
     """A table that is at least as wide as its numbers and the words of its texts need.
 
-    In a terminal that is narrower, the terminal breaks its lines. A refreshing screen shows the left part.
+    In a terminal that is narrower, the terminal breaks its lines. A refreshing screen shows the left part. In a
+    terminal that is narrower than `wanted`, it is the table `narrow`, if there is one.
     """
 
-    def __init__(self, drawn: Table, least: int) -> None:
+    def __init__(self, drawn: Table, least: int, wanted: int = 0, narrow: Listing | None = None) -> None:
         self._drawn = drawn
         self._least = least
+        self._wanted = wanted
+        self._narrow = narrow
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        if self._narrow is not None and options.max_width < self._wanted:
+            yield from self._narrow.__rich_console__(console, options)
+            return
         yield from console.render(self._drawn, options.update_width(max(options.max_width, self._least)))
 
 
@@ -369,16 +384,21 @@ def show(renderable: RenderableType) -> None:
     write("".join(f"{line if terminal else line.rstrip()}\n" for line in lines))
 
 
-def show_items(items: Sequence[Any], columns: Columns, *, right: Collection[str] = ()) -> None:
-    show(table_of(items, columns, right=right))
+def show_items(
+    items: Sequence[Any], columns: Columns, *, right: Collection[str] = (), spare: Collection[str] = ()
+) -> None:
+    show(table_of(items, columns, right=right, spare=spare))
 
 
-def show_list(items: Sequence[Any], columns: Columns, *, as_json: bool, json: Callable[[Any], object] = asdict) -> None:
+def show_list(
+    items: Sequence[Any], columns: Columns, *, as_json: bool, json: Callable[[Any], object] = asdict,
+    spare: Collection[str] = (),
+) -> None:  # fmt: skip
     """Write objects as a table or, with `as_json`, as a JSON list of what `json` makes of each."""
     if as_json:
         write_json([json(item) for item in items])
     else:
-        show_items(items, columns)
+        show_items(items, columns, spare=spare)
 
 
 def show_fields(fields: Mapping[str, object]) -> None:

@@ -112,7 +112,7 @@ def list_all(context: CliContext, as_json: AsJson) -> None:
         **same("queue", "visible"), "in flight": "in_flight", **same("delayed", "blocked", "dead"),
         "oldest (s)": "oldest", "waiting (s)": "waiting",
     }  # fmt: skip
-    show_list(found, columns, as_json=as_json)
+    show_list(found, columns, as_json=as_json, spare=("oldest (s)",))
 
 
 @command(queue)
@@ -226,7 +226,7 @@ def _print(messages: Sequence[Message | PeekedMessage], *, as_json: bool) -> Non
         columns = {**columns, **same("state", "origin")}
     if any(message.history for message in messages):
         columns = {**columns, "failure": _failure}
-    show_list(messages, columns, as_json=as_json, json=_object)
+    show_list(messages, columns, as_json=as_json, json=_object, spare=("priority", "sent", "state"))
 
 
 def _object(message: Message | PeekedMessage | ArchivedMessage) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def list_aggregates(
             return
         found = platform.store.aggregates(aggregate_type, after_id=after or "", limit=limit)
         columns: Columns = same("id", "version", "created_at", "closed_at", "archived_at")
-        context.show_items(found, as_json=as_json, json=columns, table=columns)
+        context.show_items(found, as_json=as_json, json=columns, table=columns, spare=("closed_at", "archived_at"))
         if len(found) == limit:
             say(f"there may be more: --after {shlex.quote(found[-1].id)}")
 

@@ -245,7 +245,11 @@ def stats(context: CliContext, topics: TopicNames, as_json: AsJson) -> None:
     with context.platform() as platform:
         found = statistics(platform, topics)
     show_list(
-        found, STATISTICS, as_json=as_json, json=lambda each: {**context.on_shard(each.shard), **without(each, "shard")}
+        found,
+        STATISTICS,
+        as_json=as_json,
+        json=lambda each: {**context.on_shard(each.shard), **without(each, "shard")},
+        spare=("partitions", "bytes/event", "events/s, 1d"),
     )
 
 

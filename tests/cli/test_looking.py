@@ -194,6 +194,15 @@ def test_a_narrow_terminal_cuts_no_number_short(width: int) -> None:
         assert whole in console.file.getvalue()  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(("width", "whole"), [(53, False), (54, True)])
+def test_a_narrow_terminal_leaves_columns_out_before_it_folds_a_name(width: int, whole: bool) -> None:
+    items = [SimpleNamespace(name="order_placed", why="the disk of the server is full", events=1, offset=2)]
+    console = Console(file=io.StringIO(), width=width)
+    console.print(table_of(items, same("name", "events", "offset", "why"), spare=["offset"]), crop=False)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert ("order_placed" in shown, "offset" in shown) == (True, whole)
+
+
 def test_a_table_that_refreshes_keeps_names_whole_on_a_narrow_terminal(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("order_placed", partitions=2))
     platform.registry.register_consumer(Consumer("order_placed", "stock", partitioned=True))
