@@ -68,12 +68,15 @@ class Projections:
 
     @checks_itself
     def follow(self, changes: Iterable[RecordedChange], connection: Connection) -> None:
-        """Apply new changes in the transaction that has appended them, as `Repository.save` does."""
+        """Apply new changes in the transaction that has appended them, as `Repository.save` does.
+
+        Raises `DatabaseBusyError` if a projection was rebuilt after a transaction above READ COMMITTED had begun.
+        """
         stored = list(changes)
         for each in self._projections.values():
             wanted = [change for change in stored if each.wants(change)]
             if wanted:
-                with self._tables.in_schema(connection, each.schema):
+                with self._tables.in_schema(connection, each.schema, each.tables):
                     for change in wanted:
                         call_handler(connection, change, each.projection.apply)
 

@@ -11,7 +11,7 @@ import pytest
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.database import Connection
-from eventsql_orchestration.errors import DatabaseError, ProjectionError, ValidationError
+from eventsql_orchestration.errors import DatabaseBusyError, DatabaseError, ProjectionError, ValidationError
 from eventsql_orchestration.store import (
     Change,
     Projection,
@@ -246,6 +246,31 @@ def test_saves_that_commit_late_are_in_a_rebuilt_table_once(
     assert sums(store) == {"1": (1, 1), "2": (2, 1), "3": (3, 1)}
     assert projections.rebuild("sums") == 3
     assert sums(store) == {"1": (1, 1), "2": (2, 1), "3": (3, 1)}
+
+
+class Raised(Sums):
+    """Changes the rows that are there."""
+
+    def apply(self, change: RecordedChange, connection: Connection) -> None:
+        values = [change.data["n"], change.aggregate_id]
+        connection.execute("UPDATE sums SET total = total + %s, changes = changes + 1 WHERE id = %s", values)
+
+
+def test_a_save_that_does_not_see_the_rows_of_a_rebuilt_table_is_refused(
+    store: Store, projections: Projections, sessions: Sessions
+) -> None:
+    with store.database.transaction() as connection:
+        save(store, projections, "1", 1, connection=connection)
+    raised, mine = Projections(store, [Raised()]), sessions()
+    mine.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+    mine.execute("SELECT")
+    projections.rebuild("sums")
+    with pytest.raises(DatabaseBusyError):
+        save(store, raised, "1", 2, connection=mine)
+    mine.rollback()
+    save(store, raised, "1", 2, connection=mine)
+    mine.commit()
+    assert sums(store) == {"1": (3, 2)}
 
 
 def test_a_subscription_goes_on_behind_the_rebuilt_tables(

@@ -5,6 +5,17 @@ SELECT current_setting('search_path');
 -- set_path -- Set the transaction's search_path.
 SELECT set_config('search_path', %(path)s, true);
 
+-- leave -- Set the transaction's search_path. Gives whether one of some tables took the place of another table after the
+-- snapshot of this transaction: in an isolated transaction, no statement sees the rows of the new table.
+SELECT set_config('search_path', %(path)s, true), EXISTS (
+    SELECT FROM unnest(%(tables)s::text[]) AS own (name)
+    WHERE current_setting('transaction_isolation') <> 'read committed'
+      AND NOT EXISTS (
+          SELECT FROM pg_class c
+          WHERE c.oid = to_regclass(own.name) AND c.relnamespace = to_regnamespace(%(in_schema)s)
+      )
+);
+
 -- hold_install -- Let one process at a time make tables of projections in a schema.
 SELECT pg_advisory_xact_lock(hashtextextended(%(in_schema)s, 6074603));
 
