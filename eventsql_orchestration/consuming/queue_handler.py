@@ -84,13 +84,14 @@ class HandlerOfOne:
 
     def _counts(self, delivery: Delivery, begun: Sequence[Connection], error: BaseException) -> bool:
         """Whether an error is a failed attempt of its event. `begun`: the connection that the handler was given."""
+        if self.in_transaction and not begun:
+            # The handler was not called, for example because the database takes no writes.
+            return False
         key, what = (delivery.cursor, delivery.event.id), f"event {delivery.event.id} of {self._name}"
         if begun and lost(begun[0], error):
             return self._lost.counts(key, what, begun[0], error)
         if isinstance(error, DatabaseUnavailableError | DatabaseFullError) or disk_is_full(error):
             return ended_for_time(error)
         if isinstance(error, DatabaseBusyError) or is_transient(error):
-            # Before the handler is called, no event is to blame.
-            called = bool(begun) or not self.in_transaction
-            return called and self._lost.too_often(key, f"{what} met a conflict or a timeout", error)
+            return self._lost.too_often(key, f"{what} met a conflict or a timeout", error)
         return True

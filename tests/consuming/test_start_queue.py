@@ -24,6 +24,7 @@ from eventsql_orchestration.errors import (
     ClaimLostError,
     ConsumerNotFoundError,
     DatabaseBusyError,
+    DatabaseError,
     DatabaseUnavailableError,
     PartitionLeasedError,
     RedefinitionError,
@@ -242,12 +243,15 @@ def test_an_event_whose_handler_always_meets_a_conflict_becomes_a_dead_letter(
     assert platform.transfer.run_once() == {"payments_dlt": 1}
 
 
-def test_an_event_that_finds_no_free_connection_for_its_handler_keeps_its_attempts(
-    platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "error", [DatabaseBusyError("no connection is free"), DatabaseError("the database takes no writes")], ids=str
+)
+def test_an_event_whose_handler_was_not_called_keeps_its_attempts(
+    platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch, error: DatabaseError
 ) -> None:
     monkeypatch.setattr(lost_connections, "FREE_SECONDS", 0.0)
     monkeypatch.setattr(lost_connections, "FREE_LOSSES", 0)
-    handle, left = deliveries.Deliveries.handle, [DatabaseBusyError("no connection is free") for _ in range(4)]
+    handle, left = deliveries.Deliveries.handle, [error] * 4
 
     def find_no_connection(*arguments: Any) -> None:
         if left:
