@@ -388,9 +388,7 @@ class LogWriter:
                 most=found, after=self._room.last_id(topic), zoned=True, blocks=state.blocks,
             )  # fmt: skip
         except psycopg.Error as error:
-            if self.broken:
-                raise
-            # Other publishers' events must not make this publisher's batch fail.
+            # Other publishers' events must not make this publisher's batch fail, even if they end its session.
             self._sizes.halve(topic, found)
             raise _BufferStuckError(describe(error)) from error
         self._room.drew(topic, moved.events)

@@ -218,9 +218,8 @@ def test_an_error_that_has_nothing_to_do_with_events_leaves_batches_as_they_are(
     assert sizes(session) == [20]
 
 
-def test_a_lost_connection_makes_the_next_batch_smaller(platform: EventSQL, session: Connection) -> None:
-    """As of a server that ran out of memory."""
-    publish(platform, *range(20))
+def end_sessions(session: Connection) -> None:
+    """Have the server end each session that inserts more than three events at once, as if it ran out of memory."""
     session.execute(
         """
         CREATE FUNCTION die() RETURNS trigger LANGUAGE plpgsql AS $$
@@ -236,6 +235,11 @@ def test_a_lost_connection_makes_the_next_batch_smaller(platform: EventSQL, sess
             REFERENCING NEW TABLE AS added FOR EACH STATEMENT EXECUTE FUNCTION die();
         """.replace("{log}", stored("orders")).replace("{events}", "sum(eql_events)" if in_blocks() else "count(*)")
     )
+
+
+def test_a_lost_connection_makes_the_next_batch_smaller(platform: EventSQL, session: Connection) -> None:
+    publish(platform, *range(20))
+    end_sessions(session)
     failures = 0
     while platform.buffered():
         try:
@@ -250,15 +254,19 @@ def test_a_lost_connection_makes_the_next_batch_smaller(platform: EventSQL, sess
 # Publishers
 
 
+@pytest.mark.parametrize("lost", [False, True])
 def test_a_publisher_leaves_a_buffer_that_it_cannot_move_to_the_transfer(
-    platform: EventSQL, refuse: Callable[..., None]
+    platform: EventSQL, session: Connection, refuse: Callable[..., None], *, lost: bool
 ) -> None:
     publish(platform, *range(10))
     refuse(1_000, value="3")
+    if lost:
+        end_sessions(session)
     batch = [Publication("orders", b"%d" % number) for number in range(100, 200)]
     assert platform.publisher.publish_all(batch) == 100
     assert platform.buffered() == {"orders": 110}
     refuse(1_000)
+    session.execute("DROP FUNCTION IF EXISTS die CASCADE")
     platform.transfer.run_once()
     assert read(platform) == [*range(10), *range(100, 200)]
 
