@@ -103,7 +103,6 @@ class LogWriter:
     def _after_fork(self) -> None:
         """See `forks`."""
         self._connection, self._mutex, self._closing = None, threading.Lock(), False
-        self._discard()
 
     def close(self) -> None:
         """Close the connection, but not before the end of a session that uses it. The next use opens another."""
