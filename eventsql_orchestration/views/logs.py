@@ -26,7 +26,7 @@ from eventsql_orchestration.validation import (
 from eventsql_orchestration.views.definitions import Logs
 from eventsql_orchestration.views.following import LogFollower
 from eventsql_orchestration.views.log_values import LogEntry, LogLine
-from eventsql_orchestration.views.partitions import NO_TENANT, ViewTable, check_tenant, sent, tenants_of
+from eventsql_orchestration.views.partitions import NO_TENANT, ViewTable, check_tenant, sent
 
 _COLUMNS: Final = sql.SQL(
     "eql_id AS id, eql_resource AS resource, eql_level AS level, eql_line AS line, eql_attributes AS attributes, "
@@ -62,20 +62,8 @@ class LogsView:
         for entry in entries:
             check_kind("a line of logs", entry, LogEntry)
             rows.append((entry.resource, entry.level, entry.line, entry.encoded(), entry.written_at))
-        tenants = tenants_of(tenant, len(rows))
-        with self._table.writing(connection) as joined:
-            oldest = self._table.kept_after(joined)
-            kept = [(of, *row) for of, row in zip(tenants, rows, strict=True) if oldest is None or row[-1] > oldest]
-            if not kept:
-                return 0
-            tenants, resources, levels, lines, attributes, times = (list(column) for column in zip(*kept, strict=True))
-            self._table.make_partitions(joined, times)
-            values = {
-                "tenants": tenants, "resources": resources, "levels": levels, "lines": lines,
-                "attributes": attributes, "written_at": times,
-            }  # fmt: skip
-            joined.execute(self._table.query("write_log"), values, prepare=False)
-        return len(kept)
+        columns = ("resources", "levels", "lines", "attributes", "written_at")
+        return self._table.store(connection, "write_log", columns, rows, tenant)
 
     def search(
         self, *, resource: str | None = None, level: str | None = None, attributes: Mapping[str, Any] | None = None,

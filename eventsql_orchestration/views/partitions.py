@@ -48,6 +48,25 @@ class ViewTable:
         with self._database.callers(connection) as joined, self._errors():
             yield joined
 
+    def store(
+        self, connection: CallersConnection, statement: str, columns: Sequence[str], rows: Sequence[tuple[Any, ...]],
+        tenant: str | Sequence[str],
+    ) -> int:  # fmt: skip
+        """Write the rows of entries in the caller's transaction, except those older than the retention; gives their
+        number.
+
+        `columns` names the statement's values, which are columns of the rows. The last is the time.
+        """
+        tenants = tenants_of(tenant, len(rows))
+        with self.writing(connection) as joined:
+            oldest = self.kept_after(joined)
+            kept = [(of, *row) for of, row in zip(tenants, rows, strict=True) if oldest is None or row[-1] > oldest]
+            if kept:
+                values = dict(zip(("tenants", *columns), map(list, zip(*kept, strict=True)), strict=True))
+                self.make_partitions(joined, values[columns[-1]])
+                joined.execute(self.query(statement), values, prepare=False)
+        return len(kept)
+
     def kept_after(self, joined: Connection) -> datetime | None:
         """The retention keeps entries after this time; None if it keeps all.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Final, TypeAlias
 from uuid import uuid4
@@ -16,7 +16,6 @@ from psycopg.types.json import Jsonb
 
 from eventsql_orchestration.consuming.handlers import call_handler
 from eventsql_orchestration.database import Connection, Database, Queries, replaced_tables, role_statements
-from eventsql_orchestration.database.migrations import SYSTEM_PATH
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
 from eventsql_orchestration.database.sessions import wait_at_most
 from eventsql_orchestration.errors import DatabaseBusyError, EventSQLError, ViewConflictError, ViewNotFoundError
@@ -181,10 +180,9 @@ class Rebuilding:
             )
         self._partial = partial
         self._layout = topic.layout
-        with self._database.transaction() as connection:
+        with self._database.plain_transaction() as connection:
             self._consumed(connection)
             role_statements.act_as_owner(connection, self._schema)
-            connection.execute(SYSTEM_PATH)
             connection.execute(self._queries("lock_views"))
             held = self._held(connection)
             drop_rebuilds(connection, self._schema, held.name)
@@ -304,7 +302,7 @@ class Rebuilding:
         for partition, begin, last in ranges:
             after = begin
             while after < last:
-                with self._reading(connection) as reading:
+                with self._database.connection() if connection is None else nullcontext(connection) as reading:
                     read = self._log.read(
                         reading, self._feed.topic, partition=partition, after=after, upto=last, limit=self._batch
                     )
@@ -313,14 +311,6 @@ class Rebuilding:
                 after = read[-1].id
                 if events := [each for each in read if each.id <= upto.offsets.of(each.partition) and upto.takes(each)]:
                     yield events
-
-    @contextmanager
-    def _reading(self, connection: Connection | None) -> Iterator[Connection]:
-        if connection is not None:
-            yield connection
-            return
-        with self._database.connection() as own:
-            yield own
 
     def _apply(self, shadow: Shadow, state: Consumed, events: Sequence[Event], connection: Connection) -> int:
         view = self._open(shadow.definition)

@@ -14,7 +14,7 @@ from eventsql_orchestration.database.binary import decode_jsonb, encode_bigint
 from eventsql_orchestration.database.single_statement import SingleStatement
 from eventsql_orchestration.validation import check_name, check_time, check_whole, encode_json
 from eventsql_orchestration.views.definitions import Timeline
-from eventsql_orchestration.views.partitions import NO_TENANT, ViewTable, check_tenant, tenants_of
+from eventsql_orchestration.views.partitions import NO_TENANT, ViewTable, check_tenant
 
 _NO_END: Final = 2**63 - 1
 """Larger than the id of each entry."""
@@ -65,17 +65,8 @@ class TimelineView:
             )
             for resource, data, occurred_at in entries
         ]
-        tenants = tenants_of(tenant, len(rows))
-        with self._table.writing(connection) as joined:
-            oldest = self._table.kept_after(joined)
-            kept = [(of, *row) for of, row in zip(tenants, rows, strict=True) if oldest is None or row[2] > oldest]
-            if not kept:
-                return 0
-            tenants, resources, data_of, times = (list(column) for column in zip(*kept, strict=True))
-            self._table.make_partitions(joined, times)
-            values = {"tenants": tenants, "resources": resources, "data": data_of, "occurred_at": times}
-            joined.execute(self._table.query("append_to_timeline"), values, prepare=False)
-        return len(kept)
+        columns = ("resources", "data", "occurred_at")
+        return self._table.store(connection, "append_to_timeline", columns, rows, tenant)
 
     def read(
         self, resource: str, *, tenant: str = NO_TENANT, after: int = 0, limit: int | None = None
