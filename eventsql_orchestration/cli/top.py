@@ -26,14 +26,14 @@ from eventsql_orchestration.cli.output import (
 from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, Number, OptionalTopicName, command, option
 from eventsql_orchestration.cli.topic_output import size
 from eventsql_orchestration.consuming.lag_values import LagCause
-from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError
+from eventsql_orchestration.errors import DatabaseUnavailableError
 from eventsql_orchestration.validation import counted
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from eventsql_orchestration.client.eventsql import EventSQL
-    from eventsql_orchestration.metrics.figures import Figures, FiguresReader, PartitionFigures
+    from eventsql_orchestration.metrics.figures import Figures, PartitionFigures
 
 _LEAST_ROWS: Final = 3
 """Rows of each table on the lowest screen."""
@@ -200,7 +200,7 @@ class _Look:
         down: list[str] = []
         for label, reader in self._readers.items():
             try:
-                figures = _read(reader)
+                figures = reader.read()
             except DatabaseUnavailableError:
                 # A database that never answered may have a mistyped URL. Wait only for one that has answered before.
                 if not self._several and not self._answered:
@@ -284,16 +284,6 @@ class _Look:
         trend = self._trends.setdefault(key, deque(maxlen=SAMPLES))
         trend.append(number)
         return tuple(trend)
-
-
-def _read(reader: FiguresReader) -> Figures:
-    """Read the figures, and once more if that fails, because a topic was deleted meanwhile."""
-    try:
-        return reader.read()
-    except DatabaseUnavailableError:
-        raise
-    except EventSQLError:
-        return reader.read()
 
 
 _TOPICS: Final[Columns] = {

@@ -13,7 +13,7 @@ from eventsql_orchestration.consumer import ConsumerState
 from eventsql_orchestration.consuming.lag import LagCause, cause_of
 from eventsql_orchestration.database import Connection, Database, Queries, driver_connection
 from eventsql_orchestration.database.rows import fetch_all
-from eventsql_orchestration.errors import RestoredStoreError
+from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError, RestoredStoreError
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, NOT_PARTITIONED, Retention, Topic
 from eventsql_orchestration.queue.lag import QueueLag, QueueLagReader
 from eventsql_orchestration.storage.metrics import COUNTED, LogFigures, LogMetrics, Place, Waiting
@@ -104,10 +104,16 @@ class FiguresReader:
         self._queues = QueueLagReader(database)
 
     def read(self) -> Figures:
-        """The figures of now. Raises database errors, also if a topic is deleted meanwhile.
+        """The figures of now. A role that may read some topics gets the figures of these. Raises database errors."""
+        try:
+            return self._read()
+        except DatabaseUnavailableError:
+            raise
+        except EventSQLError:
+            # A topic may have been deleted meanwhile.
+            return self._read()
 
-        A role that may read some topics gets the figures of these.
-        """
+    def _read(self) -> Figures:
         # In one snapshot, an event is either in the buffer or in the log.
         with self._database.core(one_snapshot=True) as core:
             topics = {topic.name: topic for topic in all_topics(core)}

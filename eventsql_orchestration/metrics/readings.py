@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
-from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError
+from eventsql_orchestration.errors import EventSQLError
 from eventsql_orchestration.forks import after_fork
 from eventsql_orchestration.threads import start_thread
 
@@ -92,13 +92,7 @@ class Readings(Generic[FiguresT]):
 
     def _figures(self) -> FiguresT | None:
         try:
-            try:
-                found = self._read()
-            except DatabaseUnavailableError:
-                raise
-            except EventSQLError:
-                # A topic may have been deleted meanwhile.
-                found = self._read()
+            found = self._read()
         except EventSQLError as error:
             # Once for each outage: the metric `eventsql_up` says that it lasts.
             if self._failure is None:

@@ -327,6 +327,22 @@ def test_a_reading_has_a_fixed_number_of_statements_for_each_topic(orders: Event
     assert statements() <= one + 4 + 4
 
 
+def test_a_topic_that_is_deleted_while_it_is_read_is_left_out(
+    orders: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orders.registry.register_topic(Topic("payments"))
+    readable = storage_metrics.LogMetrics.readable
+
+    def then_deleted(*given: Any) -> list[str]:
+        monkeypatch.undo()
+        found = readable(*given)
+        orders.registry.unregister_topic("payments")
+        return found
+
+    monkeypatch.setattr(storage_metrics.LogMetrics, "readable", then_deleted)
+    assert [each.topic for each in FiguresReader(orders.database).read().topics] == ["orders"]
+
+
 def test_many_scrapers_at_once_and_soon_after_cost_one_reading(
     orders: EventSQL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
