@@ -12,6 +12,7 @@ from psycopg import sql
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Connection, Database, Queries, role_statements
+from eventsql_orchestration.database.migrations import SYSTEM_PATH
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
 from eventsql_orchestration.database.sessions import wait_at_most
 from eventsql_orchestration.errors import ValidationError, ViewConflictError, ViewNotFoundError
@@ -95,8 +96,10 @@ class Views:
         nothing changed, for any other difference.
         """
         changed = []
-        with self._database.plain_transaction() as connection:
+        with self._database.transaction() as connection:
             role_statements.act_as_owner(connection, self._database.schema)
+            # The names of the columns' types are the system's.
+            connection.execute(SYSTEM_PATH)
             connection.execute(self._queries("lock_views"))
             for definition in definitions:
                 held = self._find(connection, definition.name)

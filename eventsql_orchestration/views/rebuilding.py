@@ -16,6 +16,7 @@ from psycopg.types.json import Jsonb
 
 from eventsql_orchestration.consuming.handlers import call_handler
 from eventsql_orchestration.database import Connection, Database, Queries, replaced_tables, role_statements
+from eventsql_orchestration.database.migrations import SYSTEM_PATH
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
 from eventsql_orchestration.database.sessions import wait_at_most
 from eventsql_orchestration.errors import DatabaseBusyError, EventSQLError, ViewConflictError, ViewNotFoundError
@@ -180,9 +181,10 @@ class Rebuilding:
             )
         self._partial = partial
         self._layout = topic.layout
-        with self._database.plain_transaction() as connection:
+        with self._database.transaction() as connection:
             self._consumed(connection)
             role_statements.act_as_owner(connection, self._schema)
+            connection.execute(SYSTEM_PATH)
             connection.execute(self._queries("lock_views"))
             held = self._held(connection)
             drop_rebuilds(connection, self._schema, held.name)
