@@ -170,11 +170,11 @@ def drain(connection: psycopg.Connection[Any], schema: str, topics: Iterable[tup
     for topic, partitions, layout in topics:
         blocks = log_form.form_now(connection, schema, topic).writes_blocks
         # Advances a sequence that is behind its log: the caller takes the sequence's last id for the end of the log.
-        zoned = room.make(connection, topic, None, blocks=blocks).zoned
-        logs.append((topic, partitions, layout, blocks, zoned))
+        room.make(connection, topic, None, blocks=blocks)
+        logs.append((topic, partitions, layout, blocks))
     connection.execute(layout_queries("lock_buffer"))
     refuse_open_parts(connection, schema)
-    for topic, partitions, layout, blocks, zoned in logs:
+    for topic, partitions, layout, blocks in logs:
         counted = {"topic": topic, "limit": MOST_BUFFERED + 1}
         buffered, size = fetch_one(connection, layout_queries("count_buffered"), counted)
         if buffered > MOST_BUFFERED or size > MOST_BYTES:
@@ -187,7 +187,7 @@ def drain(connection: psycopg.Connection[Any], schema: str, topics: Iterable[tup
             for (upto,) in connection.execute(layout_queries("buffered_parts"), parts, prepare=False).fetchall():
                 moved = mover.move(
                     connection, topic, low_water=low_water, upto=upto, definition=[partitions, layout], mixed=True,
-                    most=MOST_BUFFERED, after=room.last_id(topic), zoned=zoned, blocks=blocks,
+                    most=MOST_BUFFERED, after=room.last_id(topic),
                 )  # fmt: skip
                 room.drew(topic, moved.events)
                 low_water = upto

@@ -16,7 +16,6 @@ from typing import Final, cast
 
 from eventsql_orchestration.model import Publication
 from eventsql_orchestration.publishing import copy_format
-from eventsql_orchestration.publishing.copy_format import EncodedEvent
 
 MOST_EVENTS: Final = 10_000
 MOST_BYTES: Final = 1024 * 1024
@@ -104,19 +103,6 @@ def encode_blocks(publications: Iterable[Publication], partitions: Iterable[int]
         given = metadata.get(partition)
         texts = None if given is None else [given.get(number, b"{}") for number in range(len(own))]
         yield from _blocks(partition, keys[partition], own, texts)
-
-
-def encode_rows(events: Iterable[EncodedEvent]) -> Iterator[EncodedBlock]:
-    """As `encode_blocks`, for events that are encoded already."""
-    found: defaultdict[int, list[EncodedEvent]] = defaultdict(list)
-    for event in events:
-        found[event.partition].append(event)
-    for partition, own in found.items():
-        metadata = [each.metadata for each in own]
-        without = all(each == b"{}" for each in metadata)
-        yield from _blocks(
-            partition, [each.key for each in own], [each.value for each in own], None if without else metadata
-        )
 
 
 def _blocks(

@@ -15,7 +15,6 @@ import psycopg
 
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.publishing.block_format import REFERENCE
-from eventsql_orchestration.publishing.packed_blocks import REFERENCE as PACKED
 from eventsql_orchestration.publishing.staged_blocks import StagedBlocks
 from eventsql_orchestration.storage.appending import LogAppender
 
@@ -36,16 +35,15 @@ class BufferMover:
 
     def move(
         self, connection: Connection, topic: str,
-        *, low_water: int, upto: int, definition: list[int], mixed: bool, most: int, after: int, zoned: bool,
-        blocks: bool, seconds: float = float("inf"),
+        *, low_water: int, upto: int, definition: list[int], mixed: bool, most: int, after: int,
+        seconds: float = float("inf"),
     ) -> Moved:  # fmt: skip
         """Move the rows with `low_water < buffer id <= upto`, at most `most` blocks by one statement.
 
         `definition` is the topic's number of partitions, and its layout. Without `mixed`, all rows were events at the
         last look: one statement moves them, up to the first block that was committed since. If such a block is before
-        all events, the rows are moved as with `mixed`. `after` is the last id of the log. `zoned` and `blocks` are for
-        packed blocks: see `StagedBlocks.move_packed`. After `seconds`, no further statement begins. Raises as
-        `StagedBlocks.move`, `StagedBlocks.move_packed` and `LogAppender.move`.
+        all events, the rows are moved as with `mixed`. `after` is the last id of the log. After `seconds`, no further
+        statement begins. Raises as `StagedBlocks.move` and `LogAppender.move`.
         """
         partitions, layout = definition
         bounds = {"low_water": low_water, "upto": upto}
@@ -67,10 +65,6 @@ class BufferMover:
             if partition >= -1:
                 moved += self._log.move(
                     connection, topic, **bounds, partitions=partitions, layout=layout, after=after + moved
-                )
-            elif partition == PACKED:
-                moved += self._blocks.move_packed(
-                    connection, topic, buffer_id, zoned=zoned, partitions=partitions, after=after + moved, blocks=blocks
                 )
             elif partition != REFERENCE:
                 raise psycopg.errors.DataException(f"row {buffer_id} of the buffer has the partition {partition}")

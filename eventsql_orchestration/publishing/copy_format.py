@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from eventsql_orchestration.model import Publication
@@ -27,8 +27,6 @@ events of a batch."""
 
 _length = struct.Struct(">i").pack
 _smallint = struct.Struct(">ih").pack
-_read_length: Final = struct.Struct(">i").unpack_from
-_read_smallint: Final = struct.Struct(">ih").unpack_from
 _NULL: Final = _length(-1)
 _NO_METADATA: Final = _length(2) + b"{}"
 
@@ -61,51 +59,6 @@ def log_prefix(time: int, published: int | None = None) -> bytes:
     `published` is when the events were published, `time` by default.
     """
     return struct.pack(">hiqiq", len(LOG_COLUMNS), 8, time if published is None else published, 8, time)
-
-
-def decode_rows(pieces: Iterable[bytes]) -> Iterator[list[EncodedEvent]]:
-    """The events of rows as `encode` makes them, in lists. `pieces` may end within a row.
-
-    Raises `ValueError` for an incomplete row at the end.
-    """
-    kept = b""
-    for piece in pieces:
-        data, at = kept + piece, 0
-        events: list[EncodedEvent] = []
-        while (event := _decoded(data, at)) is not None:
-            events.append(event[0])
-            at = event[1]
-        kept = data[at:]
-        yield events
-    if kept:
-        raise ValueError("the last event is incomplete")
-
-
-def _decoded(data: bytes, at: int) -> tuple[EncodedEvent, int] | None:
-    """The event that begins at a place, and the place after it; None for an incomplete event."""
-    fields: list[bytes | None] = []
-    for _ in range(3):
-        if at + 4 > len(data):
-            return None
-        (length,) = _read_length(data, at)
-        at += 4
-        if length < 0:
-            fields.append(None)
-            continue
-        fields.append(data[at : at + length])
-        at += length
-    if at + 6 > len(data):
-        return None
-    (_, partition) = _read_smallint(data, at)
-    key, value, metadata = fields
-    return EncodedEvent(partition, key, value or b"", metadata or b"{}"), at + 6
-
-
-def encode_again(event: EncodedEvent) -> bytes:
-    """The rest of the row of an event that `decode_rows` gave, as `encode` makes it."""
-    key = _NULL if event.key is None else _length(len(event.key)) + event.key
-    value, metadata = event.value, event.metadata
-    return b"".join((key, _length(len(value)), value, _length(len(metadata)), metadata, _smallint(2, event.partition)))
 
 
 def size(publication: Publication) -> int:

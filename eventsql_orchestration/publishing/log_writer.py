@@ -242,12 +242,11 @@ class LogWriter:
             if not batch.rows:
                 self._low_water.moved(topic, newest)
                 return 0
-            zoned = self._room.make(connection, topic, batch.last_id, blocks=batch.blocks).zoned
+            self._room.make(connection, topic, batch.last_id, blocks=batch.blocks)
             self._tried = batch.rows, batch.upto
             moved = self._mover.move(
                 connection, topic, low_water=mark, upto=batch.upto, definition=batch.definition, mixed=batch.mixed,
-                most=batch.rows, after=self._room.last_id(topic), seconds=batch_sizes.BATCH_SECONDS, zoned=zoned,
-                blocks=batch.blocks,
+                most=batch.rows, after=self._room.last_id(topic), seconds=batch_sizes.BATCH_SECONDS,
             )  # fmt: skip
             self._room.drew(topic, moved.events)
             if moved.events and not batch.blocks:
@@ -384,7 +383,7 @@ class LogWriter:
         try:
             moved = self._mover.move(
                 connection, topic, low_water=mark, upto=state.upto, definition=state.definition, mixed=True,
-                most=found, after=self._room.last_id(topic), zoned=True, blocks=state.blocks,
+                most=found, after=self._room.last_id(topic),
             )  # fmt: skip
         except psycopg.Error as error:
             # Other publishers' events must not make this publisher's batch fail, even if they end its session.

@@ -13,7 +13,6 @@ delete the block's row.
 from __future__ import annotations
 
 import uuid
-import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,13 +21,9 @@ from typing import Final, TypeAlias
 import psycopg
 
 from eventsql_orchestration.database import Connection, Queries
-from eventsql_orchestration.database.binary import microseconds
 from eventsql_orchestration.errors import DatabaseError
-from eventsql_orchestration.publishing import copy_format
-from eventsql_orchestration.publishing.block_format import REFERENCE, encode_rows
+from eventsql_orchestration.publishing.block_format import REFERENCE
 from eventsql_orchestration.publishing.copy_format import EncodedEvent
-from eventsql_orchestration.publishing.packed_blocks import REFERENCE as PACKED
-from eventsql_orchestration.publishing.packed_blocks import replaced, unpack
 from eventsql_orchestration.storage.appending import LogAppender, MovedBlocks
 
 LEAST_BY_BLOCKS: Final = 10_000
@@ -50,17 +45,13 @@ Erased: TypeAlias = Callable[[EncodedEvent], EncodedEvent]
 
 @dataclass(frozen=True, slots=True)
 class StagedBlock:
-    """A staged block: its attempt and position, its topic, its number of events, its size in bytes.
-
-    `packed`: a version before revision 0026 has staged it.
-    """
+    """A staged block: its attempt and position, its topic, its number of events, its size in bytes."""
 
     attempt: uuid.UUID
     position: int
     topic: str
     events: int
     size: int
-    packed: bool
 
 
 class StagedBlocks:
@@ -91,19 +82,18 @@ class StagedBlocks:
             return
 
         events, size = sum(block.events for block in staged), sum(block.size for block in staged)
-        small = events < LEAST_BY_BLOCKS and size < MOST_COPIED
-        if small and not any(block.packed for block in staged):
+        if events < LEAST_BY_BLOCKS and size < MOST_COPIED:
             written = connection.execute(self._blocks("to_buffer"), {"attempts": list(attempts)}).rowcount
             complete = written == events
         else:
-            values = {"attempts": list(attempts), "reference": REFERENCE, "packed": PACKED}
+            values = {"attempts": list(attempts), "reference": REFERENCE}
             complete = connection.execute(self._blocks("place"), values).rowcount == len(staged)
         if not complete:
             raise missing_blocks()
 
     def move(
         self, connection: Connection, topic: str,
-        *, low_water: int, upto: int, most: int, partitions: int, after: int, reference: int = REFERENCE,
+        *, low_water: int, upto: int, most: int, partitions: int, after: int,
     ) -> MovedBlocks:  # fmt: skip
         """Move the next blocks with `low_water < buffer id <= upto` to the end of the log, at most `most`.
 
@@ -113,7 +103,7 @@ class StagedBlocks:
         """
         moved = self._appender.move_blocks(
             connection, topic, low_water=low_water, upto=upto, most=most, size=MOST_MOVED, partitions=partitions,
-            reference=reference, after=after,
+            reference=REFERENCE, after=after,
         )  # fmt: skip
         if not moved.whole:
             # Its SQLSTATE makes the transfer halve the batch, down to the block.
@@ -122,68 +112,6 @@ class StagedBlocks:
                 f"{moved.rows - moved.blocks} blocks are missing or damaged, and {moved.entered} events were found"
             )
         return moved
-
-    def move_packed(
-        self, connection: Connection, topic: str, reference: int,
-        *, zoned: bool, partitions: int, after: int, blocks: bool,
-    ) -> int:  # fmt: skip
-        """Copy the packed block that the buffer's row `reference` stands for to the end of the log. Gives its events.
-
-        The caller's transaction holds the topic. `zoned`: the log's times have a time zone. `after` is the last id of
-        the log. `blocks`: the log is in blocks. Raises `psycopg.DataError` if the block is missing or damaged,
-        otherwise as `LogAppender.draw`.
-        """
-        if connection.execute(self._blocks("has_arrays"), {"id": reference}).fetchone() is not None:
-            # A newer version staged the block, and an older version published it as a packed one.
-            return self.move(
-                connection, topic, low_water=reference - 1, upto=reference, most=1, partitions=partitions,
-                after=after, reference=PACKED,
-            ).events  # fmt: skip
-        row = connection.execute(self._blocks("take_packed"), {"id": reference, "zoned": zoned}, binary=True).fetchone()
-        if row is None:
-            raise _damaged(reference, "is gone")
-        packed, events, published, now = row
-        times = microseconds(now), microseconds(published)
-        if blocks:
-            try:
-                copied = self._copy_blocks(connection, topic, packed, *times, after=after)
-            except (zlib.error, ValueError) as error:
-                raise _damaged(reference, f"cannot be unpacked ({error})") from error
-            if copied != events:
-                raise _damaged(reference, f"has {copied} events instead of {events}")
-            return copied
-
-        prefix = copy_format.log_prefix(*times)
-        with connection.cursor() as cursor:
-            try:
-                with self._appender.copy(cursor, topic) as copy:
-                    copy.write(copy_format.HEADER)
-                    for rows in unpack(packed, prefix):
-                        copy.write(rows)
-                    copy.write(copy_format.TRAILER)
-            except zlib.error as error:
-                raise _damaged(reference, f"cannot be unpacked ({error})") from error
-            if cursor.rowcount != events:
-                raise _damaged(reference, f"has {cursor.rowcount} events instead of {events}")
-        return int(events)
-
-    def _copy_blocks(
-        self, connection: Connection, topic: str, packed: bytes, now: int, published: int, *, after: int
-    ) -> int:
-        """Copy the events of a staged block to the end of a log in blocks; gives their number."""
-        copied = 0
-        for events in copy_format.decode_rows(unpack(packed, b"")):
-            if not events:
-                continue
-            first = self._appender.draw(connection, topic, len(events), after=after + copied)
-            with self._appender.copy(connection.cursor(), topic) as copy:
-                copy.write(copy_format.HEADER)
-                for block in encode_rows(events):
-                    copy.write(block.row(first, published, now))
-                    first += block.events
-                copy.write(copy_format.TRAILER)
-            copied += len(events)
-        return copied
 
     def of_topic(self, connection: Connection, topic: str) -> list[tuple[uuid.UUID, int]]:
         """The staged blocks of a topic, published or not: attempt and position."""
@@ -222,12 +150,7 @@ class StagedBlocks:
         if row is None:
             return {}, found
 
-        packed, partition, keys, contents, metadata = row
-        if contents is None:
-            try:
-                return {"packed": replaced(packed, change), "values": None, "metadata": None}, found
-            except (zlib.error, ValueError) as error:
-                raise DatabaseError(f"block {position} of attempt {attempt} cannot be unpacked ({error})") from error
+        partition, keys, contents, metadata = row
         none = [None] * len(contents)
         if not len(contents) == len(keys or none) == len(metadata or none):
             raise DatabaseError(
@@ -239,7 +162,7 @@ class StagedBlocks:
             for key, value, text in zip(keys or none, contents, metadata or none, strict=True)
         ]
         texts = [event.metadata.decode() for event in changed]
-        return {"packed": packed, "values": [event.value for event in changed], "metadata": texts}, found
+        return {"values": [event.value for event in changed], "metadata": texts}, found
 
     def delete(self, connection: Connection, attempts: Sequence[uuid.UUID]) -> None:
         """Delete the blocks of attempts, except published blocks and blocks of a prepared part."""
@@ -258,7 +181,3 @@ def missing_blocks(attempt: uuid.UUID | None = None, events: int | None = None) 
         f"attempt that ended more than {ORPHANED_AFTER_HOURS} hours before its query. Write again, in smaller batches "
         "if the query took that long"
     )
-
-
-def _damaged(reference: int, how: str) -> psycopg.DataError:
-    return psycopg.DataError(f"the block of events of row {reference} of the buffer {how}")

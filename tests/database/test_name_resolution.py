@@ -238,8 +238,8 @@ def test_functions_of_the_platform_run_as_written_in_a_session_with_a_hostile_pa
         )
         connection.execute(
             "INSERT INTO eventsql.spark_staged_event "
-            "(eql_attempt, eql_position, eql_topic, eql_partition, eql_value, eql_metadata, eql_buffer_id) "
-            "VALUES ('00000000-0000-0000-0000-000000000000', 0, 'orders', -1, '', '{}', 1000000)"
+            "(eql_attempt, eql_position, eql_topic, eql_partition, eql_value, eql_metadata, eql_values, eql_buffer_id) "
+            "VALUES ('00000000-0000-0000-0000-000000000000', 0, 'orders', -1, '', '{}', '{}', 1000000)"
         )
         with pytest.raises(psycopg.errors.CheckViolation):
             connection.execute("DELETE FROM eventsql.event_buffer WHERE eql_partition OPERATOR(pg_catalog.=) -2")

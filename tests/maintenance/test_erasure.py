@@ -168,7 +168,7 @@ def test_nothing_of_the_events_is_left_in_any_table(platform: EventSQL, form: St
     with platform.database.transaction() as connection:
         staged = StagedBlocks("eventsql")
         found = staged.find(connection, [published])
-        connection.execute(staged._blocks("place"), {"attempts": [published], "reference": -3, "packed": -2})
+        connection.execute(staged._blocks("place"), {"attempts": [published], "reference": -3})
     assert len(found) == 1
     assert tables_with(platform) >= {"event_buffer"}
 

@@ -19,10 +19,8 @@ from psycopg import sql
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.lag import LagCause
 from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError, RegistryError, StuckEventError
-from eventsql_orchestration.model import STORAGES, Storage
-from eventsql_orchestration.publishing import copy_format, staged_blocks
-from eventsql_orchestration.publishing.copy_format import EncodedEvent
-from eventsql_orchestration.publishing.staged_blocks import LEAST_BY_BLOCKS, ORPHANED_AFTER_HOURS, StagedBlocks
+from eventsql_orchestration.publishing import staged_blocks
+from eventsql_orchestration.publishing.staged_blocks import LEAST_BY_BLOCKS, ORPHANED_AFTER_HOURS
 from eventsql_orchestration.spark.commit_protocol import Publications
 from eventsql_orchestration.spark.encoder import Encoder
 from eventsql_orchestration.spark.options import Source
@@ -30,7 +28,6 @@ from eventsql_orchestration.spark.staging import Attempt, WriteTarget, stage
 from eventsql_orchestration.storage.appending import BufferedBatch, LogAppender
 from eventsql_orchestration.topics.partitioner import default_partition
 from tests.forms import check_order, in_blocks, stored
-from tests.publishing.test_packed_blocks import packed
 from tests.waiting import wait_until
 
 MANY = LEAST_BY_BLOCKS
@@ -370,95 +367,6 @@ def test_blocks_are_moved_by_so_many_bytes_at_once(
     assert platform.transfer.run_once() == {"orders": MANY}
     assert moved == [blocks, *[1] * blocks]
     check(platform, range(2 * MANY))
-
-
-OLDER_PLACE = """
-WITH ordered AS MATERIALIZED (
-    SELECT block.eql_attempt, block.eql_position, block.eql_topic,
-           row_number() OVER (ORDER BY published.number, block.eql_position) AS number
-    FROM unnest(%(attempts)s::uuid[]) WITH ORDINALITY AS published (attempt, number)
-    JOIN eventsql.spark_staged_event block ON block.eql_attempt = published.attempt AND block.eql_buffer_id IS NULL
-), referenced AS (
-    INSERT INTO eventsql.event_buffer (eql_topic, eql_partition, eql_value, eql_metadata)
-    SELECT eql_topic, -2, '', '{}' FROM ordered ORDER BY number
-    RETURNING eql_id
-), placed AS (
-    SELECT eql_id, row_number() OVER (ORDER BY eql_id) AS number FROM referenced
-)
-UPDATE eventsql.spark_staged_event block
-SET eql_buffer_id = placed.eql_id
-FROM ordered JOIN placed ON placed.number = ordered.number
-WHERE block.eql_attempt = ordered.eql_attempt AND block.eql_position = ordered.eql_position
-"""
-"""How versions before revision 0026 publish staged blocks."""
-
-
-@pytest.mark.parametrize("storage", STORAGES)
-def test_blocks_that_an_older_process_publishes_for_a_newer_one_are_moved(
-    platform: EventSQL, source: Source, storage: Storage
-) -> None:
-    platform.registry.register_topic(Topic("clicks", 4, storage=storage))
-    attempt = staged(source, 0, topics=["clicks"])
-    platform.publisher.publish(Publication("clicks", b"-1", key="before"))
-    with platform.database.connection() as connection:
-        connection.execute(OLDER_PLACE, {"attempts": [attempt.id]})
-    platform.publisher.publish(Publication("clicks", str(MANY).encode(), key="after"))
-    assert platform.transfer.run_once() == {"clicks": MANY + 2}
-    check_order(platform.reader.read("clicks"), [str(number) for number in range(-1, MANY + 1)], staged=True)
-
-
-def publish_packed(platform: EventSQL, *, placed: bool) -> None:
-    """Publish 9 events to `clicks` as a block that an older version has packed. If `placed`, it published it, too."""
-    attempt = uuid.uuid4()
-    rows = [
-        copy_format.encode_again(EncodedEvent(-1, b"key", b"%d" % number, b'{"source": "here"}')) for number in range(9)
-    ]
-    with platform.database.connection() as connection:
-        connection.execute(
-            "INSERT INTO eventsql.spark_staged_event "
-            "(eql_attempt, eql_position, eql_topic, eql_partition, eql_value, eql_metadata) "
-            "VALUES (%s, 0, 'clicks', -1, %b, '{\"events\": 9}')",
-            (attempt, packed(*rows)),
-        )
-        if placed:
-            connection.execute(OLDER_PLACE, {"attempts": [attempt]})
-        else:
-            with connection.transaction():
-                StagedBlocks("eventsql").publish(connection, [attempt])
-
-
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("placed", [True, False])
-def test_blocks_that_an_older_version_has_packed_are_published_and_moved(
-    platform: EventSQL, storage: Storage, *, placed: bool
-) -> None:
-    platform.registry.register_topic(Topic("clicks", storage=storage))
-    publish_packed(platform, placed=placed)
-    assert platform.transfer.run_once() == {"clicks": 9}
-    found = platform.reader.read("clicks")
-    assert [int(event.value) for event in found] == list(range(9))
-    assert {(event.key, event.metadata["source"]) for event in found} == {("key", "here")}
-
-
-def test_one_run_moves_a_packed_block_if_the_sequence_is_set_back_while_ids_are_drawn(
-    platform: EventSQL, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    platform.registry.register_topic(Topic("clicks", storage="blocks"))
-    platform.publisher.publish_all(Publication("clicks", b"-1") for _ in range(50))
-    platform.transfer.run_once()
-    publish_packed(platform, placed=True)
-    draw = LogAppender.draw
-
-    def behind(*given: Any, **named: Any) -> int:
-        monkeypatch.undo()
-        with platform.database.connection() as connection:
-            connection.execute("SELECT setval('eventsql.clicks_block_eql_id_seq', 20)")
-        return draw(*given, **named)
-
-    monkeypatch.setattr(LogAppender, "draw", behind)
-    assert platform.transfer.run_once() == {"clicks": 9}
-    assert LogAppender.draw is draw
-    assert [int(event.value) for event in platform.reader.read("clicks", after=50)] == list(range(9))
 
 
 def test_the_blocks_before_a_missing_one_are_moved(platform: EventSQL, publish_many: PublishMany) -> None:

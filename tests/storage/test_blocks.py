@@ -250,19 +250,6 @@ def test_a_block_is_bounded_in_events_and_bytes() -> None:
         assert [block.events for block in encode_blocks(events, [0] * len(events))] == sizes
 
 
-def test_decoded_rows_are_those_that_were_encoded_whatever_their_pieces() -> None:
-    rng = random.Random(7)
-    events = [publication(each, each % 3, rng) for each in range(200)]
-    encoded = b"".join(copy_format.encode(each, each.partition or 0) for each in events)
-    for size in (1, 13, 10_000_000):
-        pieces = (encoded[start : start + size] for start in range(0, len(encoded), size))
-        found = [event for part in copy_format.decode_rows(pieces) for event in part]
-        assert [(each.partition, each.value) for each in found] == [(each.partition, each.value) for each in events]
-        assert [each.key for each in found] == [None if each.key is None else each.key.encode() for each in events]
-    with pytest.raises(ValueError, match="incomplete"):
-        list(copy_format.decode_rows([encoded[:-1]]))
-
-
 BROKEN = {
     "a wrong number of events": "UPDATE eventsql.orders_block SET eql_events = 4",
     "cut values": "UPDATE eventsql.orders_block SET eql_values = eql_values[1:2]",

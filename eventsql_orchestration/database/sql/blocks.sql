@@ -20,12 +20,11 @@ ORDER BY block.number, block.eql_position, event.number;
 -- place -- Publish the blocks of attempts, in the order of the array: a row of the buffer for each, in its place.
 WITH ordered AS MATERIALIZED (
     SELECT block.eql_attempt, block.eql_position, block.eql_topic,
-           CASE WHEN block.eql_values IS NULL THEN %(packed)s::smallint ELSE %(reference)s::smallint END AS reference,
            row_number() OVER (ORDER BY published.number, block.eql_position) AS number
     FROM {published}
 ), referenced AS (
     INSERT INTO {schema}.event_buffer (eql_topic, eql_partition, eql_value, eql_metadata)
-    SELECT eql_topic, reference, '', '{{}}' FROM ordered ORDER BY number
+    SELECT eql_topic, %(reference)s::smallint, '', '{{}}' FROM ordered ORDER BY number
     RETURNING eql_id
 ), placed AS (
     SELECT eql_id, row_number() OVER (ORDER BY eql_id) AS number FROM referenced
@@ -34,23 +33,6 @@ UPDATE {schema}.spark_staged_event block
 SET eql_buffer_id = placed.eql_id
 FROM ordered JOIN placed ON placed.number = ordered.number
 WHERE block.eql_attempt = ordered.eql_attempt AND block.eql_position = ordered.eql_position;
-
--- has_arrays -- A row if the published block is not packed, whatever its row of the buffer says.
-SELECT FROM {schema}.spark_staged_event WHERE eql_buffer_id = %(id)s AND eql_values IS NOT NULL;
-
--- take_packed -- Take a packed block and its row out of the buffer: content, number of events, publication time, and now. If not
--- `zoned`, both times are the session's clock readings, as in the topic's log.
-WITH block AS (
-    DELETE FROM {schema}.spark_staged_event WHERE eql_buffer_id = %(id)s
-    RETURNING eql_value, (eql_metadata ->> 'events')::bigint AS events
-), reference AS (
-    DELETE FROM {schema}.event_buffer WHERE eql_id = %(id)s
-    RETURNING eql_created_at AS published
-)
-SELECT eql_value, events,
-       CASE WHEN %(zoned)s THEN published ELSE published::timestamp AT TIME ZONE 'UTC' END,
-       CASE WHEN %(zoned)s THEN statement_timestamp() ELSE statement_timestamp()::timestamp AT TIME ZONE 'UTC' END
-FROM block CROSS JOIN reference;
 
 -- drop_of_topic -- Delete the blocks of a topic whose buffer will be emptied: published blocks, and blocks of prepared
 -- parts.
@@ -72,14 +54,14 @@ SELECT eql_attempt, eql_position FROM {schema}.spark_staged_event
 WHERE eql_topic = %(topic)s ORDER BY eql_attempt, eql_position;
 
 -- content -- The content of a staged block.
-SELECT eql_value, eql_partition, eql_keys, eql_values, eql_event_metadata::text[]
+SELECT eql_partition, eql_keys, eql_values, eql_event_metadata::text[]
 FROM {schema}.spark_staged_event WHERE eql_attempt = %(attempt)s AND eql_position = %(position)s;
 
 -- hold -- The content of a staged block, held until the transaction ends.
-SELECT eql_value, eql_partition, eql_keys, eql_values, eql_event_metadata::text[]
+SELECT eql_partition, eql_keys, eql_values, eql_event_metadata::text[]
 FROM {schema}.spark_staged_event WHERE eql_attempt = %(attempt)s AND eql_position = %(position)s FOR UPDATE;
 
 -- replace -- Give a staged block another content.
 UPDATE {schema}.spark_staged_event
-SET eql_value = %(packed)s, eql_values = %(values)b::bytea[], eql_event_metadata = %(metadata)s::text[]::json[]
+SET eql_values = %(values)b::bytea[], eql_event_metadata = %(metadata)s::text[]::json[]
 WHERE eql_attempt = %(attempt)s AND eql_position = %(position)s;

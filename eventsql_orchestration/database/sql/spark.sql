@@ -64,12 +64,10 @@ WHERE (eql_writer, eql_batch) = ANY (
 -- known_topics -- The given topics that exist.
 SELECT eql_name FROM {schema}.topic WHERE eql_name = ANY (%(topics)s);
 
--- staged_blocks -- The unpublished blocks of attempts, by attempt and position: topic, number of events, size, and
--- whether it is packed.
+-- staged_blocks -- The unpublished blocks of attempts, by attempt and position: topic, number of events, size.
 SELECT eql_attempt, eql_position, eql_topic, (eql_metadata ->> 'events')::bigint,
-       octet_length(eql_value) + coalesce(pg_column_size(eql_values), 0) + coalesce(pg_column_size(eql_keys), 0)
-           + coalesce(pg_column_size(eql_event_metadata), 0),
-       eql_values IS NULL
+       pg_column_size(eql_values) + coalesce(pg_column_size(eql_keys), 0)
+           + coalesce(pg_column_size(eql_event_metadata), 0)
 FROM {schema}.spark_staged_event
 WHERE eql_attempt = ANY (%(attempts)s) AND eql_buffer_id IS NULL
 ORDER BY eql_attempt, eql_position;
