@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from psycopg import sql
-
 from eventsql_orchestration.consuming.claim_processing import live_owner
 from eventsql_orchestration.consuming.claim_values import Claim, NoClaim
 from eventsql_orchestration.consuming.dead_letter_values import NEVER
@@ -68,8 +66,7 @@ class ClaimMaker:
         min_events, max_events = wanted.min_events, wanted.max_events
         with self._database.transaction() as connection:
             # A tick whose caller has given up must not keep the partition locked.
-            limits = "statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout"
-            _limit_waits(connection, wanted.timeout, *limits)
+            connection.execute(self._queries("limit_waits"), {"most": f"{max(1, round(wanted.timeout * 1000))}ms"})
             locked = lock(connection, self._queries, wanted.key, wait=False)
             if locked is None:
                 return self._not_lockable(connection, wanted.key)
@@ -132,11 +129,3 @@ class ClaimMaker:
         connection.execute(self._queries("lease"), {**own, "lease": lease})
         offsets = OffsetRange(key.topic, key.partition, locked.offset, upto)
         return Claim(claim_id, key.consumer, offsets, events, epoch, owner, locked.offset)
-
-
-def _limit_waits(connection: Connection, seconds: float, *settings: str) -> None:
-    """Limit how long the current transaction waits, by these `settings`."""
-    # 0 would be no limit.
-    milliseconds = str(max(1, round(seconds * 1000)))
-    limits = [sql.SQL("pg_catalog.set_config({}, {}, true)").format(setting, milliseconds) for setting in settings]
-    connection.execute(sql.SQL("SELECT {}").format(sql.SQL(", ").join(limits)))

@@ -177,6 +177,10 @@ UPDATE {schema}.consumer
 SET eql_given_up = eql_given_up + 1
 WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition = %(partition)s;
 
+-- limit_waits -- Limit how long the caller's transaction waits. A limit of 0 would be none.
+SELECT set_config('statement_timeout', %(most)s, true), set_config('lock_timeout', %(most)s, true),
+       set_config('idle_in_transaction_session_timeout', %(most)s, true);
+
 -- release_live_claim -- End the partition's claim without consuming it.
 UPDATE {schema}.consumer_claim
 SET eql_state = 'released', eql_finished_at = clock_timestamp()
