@@ -69,15 +69,11 @@ class StagedBlocks:
         order = {attempt: number for number, attempt in enumerate(attempts)}
         return sorted(blocks, key=lambda block: (order[block.attempt], block.position))
 
-    def publish(
-        self, connection: Connection, attempts: Sequence[uuid.UUID], staged: Sequence[StagedBlock] | None = None
-    ) -> None:
-        """Publish the blocks of attempts, in that order. `staged` are the blocks if the caller has found them already.
+    def publish(self, connection: Connection, attempts: Sequence[uuid.UUID], staged: Sequence[StagedBlock]) -> None:
+        """Publish the blocks of attempts, in that order; `staged` are the blocks that `find` has given.
 
         Delete the attempts afterwards: their events may have been copied. Raises `DatabaseError` if a block is missing.
         """
-        if staged is None:
-            staged = self.find(connection, attempts)
         if not staged:
             return
 

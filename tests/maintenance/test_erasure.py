@@ -130,6 +130,11 @@ def stage(platform: EventSQL, *keys: str) -> uuid.UUID:
     return attempt
 
 
+def publish_staged(connection: Connection, attempt: uuid.UUID) -> None:
+    staged = StagedBlocks("eventsql")
+    staged.publish(connection, [attempt], staged.find(connection, [attempt]))
+
+
 # What is erased
 
 
@@ -213,7 +218,7 @@ def test_a_staged_block_keeps_the_events_of_others(platform: EventSQL, form: Sto
     assert platform.eraser.execute("orders", ["ann"]).buffered == 2
     assert platform.eraser.execute("orders", ["ann"]).buffered == 0
     with platform.database.transaction() as connection:
-        StagedBlocks("eventsql").publish(connection, [attempt])
+        publish_staged(connection, attempt)
     found = events(platform)
     assert [(each.key, each.value) for each in found] == [("ann", None), ("bob", SECRET), ("ann", None)]
 
@@ -499,7 +504,7 @@ def test_staged_events_that_are_published_meanwhile_are_erased(
             # The buffer was looked at.
             published.append(True)
             with platform.database.transaction() as other:
-                StagedBlocks("eventsql").publish(other, [attempt])
+                publish_staged(other, attempt)
                 StagedBlocks("eventsql").delete(other, [attempt])
         return end
 
