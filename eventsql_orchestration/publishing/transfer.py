@@ -74,11 +74,7 @@ class Transfer:
     def run_once(
         self, topics: Iterable[str] | None = None, *, deadline: float | None = None, retry_held: bool = False
     ) -> dict[str, int]:
-        """Move the events visible in the buffer now. See `ClusterTransfer.run_once`.
-
-        With `retry_held`, a topic that another transfer holds is tried again until `deadline`, instead of being left to
-        that transfer.
-        """
+        """Move the events visible in the buffer now. See `ClusterTransfer.run_once`."""
         wanted = None if topics is None else list(topics)
         moved: Counter[str] = Counter()
         failed: dict[str, EventSQLError] = {}

@@ -37,12 +37,9 @@ logger = logging.getLogger(__name__)
 
 @checked
 class Shard:
-    """Everything on one database: one shard of several, or the only database of a platform.
+    """Everything on one database: one shard of several, or the only database of a platform. See `EventSQL`.
 
-    The first use connects, and brings the tables in `schema` up to date unless `migrate` is False. With `transfer`, a
-    thread moves buffered events into their logs from the first publication of this object on. With `straight`, batches
-    may go directly to their log if no other process holds the topic (publishing/publisher.py). `name` is the shard's
-    name among several, once it is known.
+    `name` is the shard's name among several, once it is known.
     """
 
     def __init__(

@@ -70,11 +70,7 @@ class Home:
         return checkpoint
 
     def adopt(self) -> Adopted:
-        """Give places in this server's order to the changes of a restored dump, in one transaction. Their order stays.
-
-        Subscriptions go on exactly where they stood. Other checkpoints are of the past era from then on. Writers wait
-        meanwhile. In a store of this server, nothing is done.
-        """
+        """See `Store.adopt`."""
         with self._database.transaction() as connection:
             connection.execute(self._queries("hold_home"))
             server, _, foreign = self._read(connection)

@@ -32,10 +32,7 @@ def register(database: Database, name: str, start: Start, only: Filters) -> None
 
 
 def move(database: Database, name: str, start: Start) -> StoreCheckpoint:
-    """Move a subscription to another place, and drop the dead letters of the changes after it.
-
-    Raises `SubscriptionNotFoundError`, `DatabaseError`, and `ValidationError` in the subscription's own handler.
-    """
+    """See `Store.replay`."""
     _check_start(start)
     with database.transaction() as connection:
         check_not_held(connection, database.schema, "subscription", name)
@@ -50,10 +47,7 @@ def move(database: Database, name: str, start: Start) -> StoreCheckpoint:
 
 
 def delete(database: Database, name: str) -> None:
-    """Delete a subscription, with its dead letters.
-
-    Raises `SubscriptionNotFoundError`, and `ValidationError` in the subscription's own handler.
-    """
+    """See `Store.unsubscribe`."""
     with database.connection() as connection:
         check_not_held(connection, database.schema, "subscription", name)
         deleted = connection.execute(Queries("subscriptions", database.schema)("unregister"), {"name": name}).rowcount
