@@ -400,7 +400,7 @@ def test_staged_events_that_are_copied_to_the_buffer_wait_for_their_erasure(
 
     def publish_staged() -> None:
         with platform.database.transaction() as connection:
-            staged.publish(connection, [attempt])
+            staged.publish(connection, [attempt], staged.find(connection, [attempt]))
             staged.delete(connection, [attempt])
 
     publisher = threading.Thread(target=publish_staged)
