@@ -112,7 +112,8 @@ def secrets_of(url: str) -> UrlSecrets:
         elif option == "options":
             # Words of it are repeated without quotes.
             words += [word for word in re.split(r"[\s=]+", value) if len(word) > len("-c")]
-        values.append(value)
+        # libpq quotes single elements of a list.
+        values += [value, *value.split(",")]
     values += [pair.partition("=")[2] for pair in options.split("&")]
     shown = frozenset(names - {""})
     return UrlSecrets(_hidden(passwords, shown), _hidden(words, shown), _hidden(values, shown), shown)

@@ -155,6 +155,7 @@ def test_no_place_of_a_url_tells_a_secret(form: str) -> None:
 
 
 @example("postgresql://u:{raw}@127.0.0.1:1/db", f"@{SIGN}?")
+@example("postgresql://u:p@127.0.0.1:1/db?require_auth={quoted}", f'1"{SIGN},')
 @given(st.sampled_from((*RAW, *QUOTED)), SECRETS)
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 def test_no_characters_of_a_secret_make_a_place_tell_it(form: str, secret: str) -> None:
