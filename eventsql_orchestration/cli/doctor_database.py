@@ -11,6 +11,7 @@ from eventsql_orchestration.cli.findings import Finding, ok, problem, warning
 from eventsql_orchestration.database import Database, Queries, driver_connection, migrations
 from eventsql_orchestration.database.roles import Roles
 from eventsql_orchestration.database.rows import fetch_all
+from eventsql_orchestration.validation import counted
 
 _OLDEST_SERVER: Final = 14
 """The oldest PostgreSQL that still gets fixes."""
@@ -78,15 +79,16 @@ def transaction_findings(database: Database, longer_than: float = FORGOTTEN_SECO
     query = Queries("sessions", database.schema)("open_transactions")
     with database.errors(), database.engine.connect() as connection:
         rows = fetch_all(driver_connection(connection), query, {"longer_than": longer_than}, prepare=False)
-    for seconds, role, pid, application, state, prepared in rows:
+    for seconds, role, pid, application, state, prepared, waiting in rows:
         if prepared is None:
             place = f"in process {pid} ({application or 'no name'}, {state})"
             end = f"call pg_terminate_backend({pid})"
         else:
             place, end = f"prepared as {prepared!r}", f"ROLLBACK PREPARED {sql.Literal(prepared).as_string()}"
+        held = f"{counted(waiting, 'session')} {'waits' if waiting == 1 else 'wait'} for it, and " if waiting else ""
         yield warning(
             "transactions",
-            f"a transaction of role {role} has been open for {seconds:,.0f} s, {place}: vacuum frees no row that was "
-            "deleted since, so tables grow, and changes of topics may wait for it",
+            f"a transaction of role {role} has been open for {seconds:,.0f} s, {place}: {held}vacuum frees no row that "
+            "was deleted since, so tables grow",
             f"if nobody needs it: {end}",
         )

@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
@@ -347,20 +348,24 @@ def test_an_interrupted_erasure_is_named_until_it_is_repeated(
 
 
 def test_a_transaction_that_stays_open_is_named_with_the_statement_that_ends_it(
-    run: Run, platform: EventSQL, dsn: str, monkeypatch: pytest.MonkeyPatch
+    run: Run, platform: EventSQL, dsn: str, until_blocked: UntilBlocked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with psycopg.connect(dsn) as forgotten:
-        (pid,) = forgotten.execute("SELECT pg_backend_pid()").fetchone() or ()
+    lock = "SELECT pg_backend_pid() FROM pg_advisory_xact_lock(7)"
+    with psycopg.connect(dsn) as forgotten, psycopg.connect(dsn) as waiting, ThreadPoolExecutor() as executor:
+        (pid,) = forgotten.execute(lock).fetchone() or ()
+        locked = executor.submit(waiting.execute, lock)
+        until_blocked()
         assert "transactions" not in diagnose(run)[1]
         monkeypatch.setattr(
             "eventsql_orchestration.cli.doctor.transaction_findings", partial(transaction_findings, longer_than=0.0)
         )
         code, findings = diagnose(run)
-        (finding,) = [each for each in findings["transactions"] if f"in process {pid} " in each["message"]]
+        (finding,) = [each for each in findings["transactions"] if "(no name, " in each["message"]]
         assert (code, finding["status"]) == (0, "warning")
-        assert "idle in transaction" in finding["message"]
+        assert f"in process {pid} (no name, idle in transaction): 1 session waits for it" in finding["message"]
         with platform.database.connection() as connection:
             connection.execute(finding["remedy"].partition(": ")[2])
+        locked.result()
         with pytest.raises(psycopg.OperationalError):
             forgotten.execute("SELECT")
 
