@@ -132,7 +132,10 @@ class Registry:
         had, wanted = _partitions(existing.partitions), _partitions(topic.partitions)
         remedy = "register another topic"
         if existing.partitioned and topic.partitioned:
-            remedy = f"change them in order with `eventsql topic alter {topic.name} --partitions {topic.partitions}`"
+            remedy = (
+                f"register it with {existing.partitions}, or change the topic with `eventsql topic alter {topic.name} "
+                f"--partitions {topic.partitions}`"
+            )
 
         lock_topic(connection, topic.name)
         consumers = connection.scalar(select(func.count(_c.eql_name.distinct())).where(_c.eql_topic == topic.name))
