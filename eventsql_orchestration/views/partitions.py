@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import datetime
 from typing import Any, Final
 
 import psycopg
 from psycopg import sql
+from psycopg.pq import TransactionStatus
 
 from eventsql_orchestration.database import CallersConnection, Connection, Database, Queries
 from eventsql_orchestration.database.rows import fetch_one
@@ -44,9 +45,11 @@ class ViewTable:
 
     @contextmanager
     def writing(self, connection: CallersConnection) -> Iterator[Connection]:
-        """The caller's transaction, to write with."""
+        """The caller's transaction, to write with. A connection in autocommit mode without one gets a transaction."""
         with self._database.callers(connection) as joined, self._errors():
-            yield joined
+            alone = joined.autocommit and joined.info.transaction_status is TransactionStatus.IDLE
+            with joined.transaction() if alone else nullcontext():
+                yield joined
 
     def store(
         self, connection: CallersConnection, statement: str, columns: Sequence[str], rows: Sequence[tuple[Any, ...]],

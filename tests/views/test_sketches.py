@@ -242,6 +242,16 @@ def test_a_damaged_sketch_is_refused(database: Database, visits: RollupView, col
         assert connection.execute("SELECT eql_count FROM eventsql.view_visits").fetchall() == [(1,)]
 
 
+def test_without_a_transaction_counts_and_sketches_are_written_together(database: Database, visits: RollupView) -> None:
+    add(database, visits, visit())
+    forged = _forged("eql_distinct_visitor")[0]
+    with database.connection() as connection:
+        connection.execute("UPDATE eventsql.view_visits SET eql_distinct_visitor = %s", [forged])
+        with pytest.raises(DatabaseError, match="damaged"):
+            visits.add(connection, [visit()])
+        assert connection.execute("SELECT eql_count FROM eventsql.view_visits").fetchall() == [(1,)]
+
+
 def test_numbers_beyond_floats_keep_their_order(database: Database, visits: RollupView) -> None:
     add(database, visits, visit(ms=Decimal("1e400")), visit(ms=-1), visit(ms=Decimal("-1e400")))
     (bucket,) = visits.read()
