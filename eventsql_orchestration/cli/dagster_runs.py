@@ -9,9 +9,15 @@ from pathlib import Path
 
 import dagster as dg
 
+from eventsql_orchestration.dagster.local.dagster_process import running_url
 from eventsql_orchestration.dagster.local.instance import CONFIG_FILE, STORAGE_VARIABLE, instance_directory, storage_url
 from eventsql_orchestration.dagster.trace.runs import ServedRuns, StoredRuns
 from eventsql_orchestration.orchestration.trace.runs import Runs
+
+
+def local_dagster(home: Path) -> str | None:
+    """The URL of the `eventsql dev` that runs in this home; None if none answers, or DAGSTER_HOME names an instance."""
+    return None if os.environ.get("DAGSTER_HOME") else running_url(instance_directory(home))
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from eventsql_orchestration.airflow.trace import ServedDagRuns
     from eventsql_orchestration.capture.values import drop_command
     from eventsql_orchestration.cli.dagster_launcher import dagster_launcher
-    from eventsql_orchestration.cli.dagster_runs import dagster_runs
+    from eventsql_orchestration.cli.dagster_runs import dagster_runs, local_dagster
     from eventsql_orchestration.cli.failures import message_of
     from eventsql_orchestration.client.eventsql import EventSQL
     from eventsql_orchestration.database import Queries
@@ -43,8 +43,8 @@ __all__ = [
     "LOG", "SETTINGS_FILE", "STORE", "AirflowRuns", "BarColumn", "Change", "Console", "EmbeddedPostgres", "EventSQL",
     "FiguresReader", "Group", "Live", "Progress", "Queries", "ServedDagRuns", "Settings", "SpinnerColumn",
     "Store", "StoreCheckpoint", "Table", "Text", "TimeElapsedColumn", "TimeRemainingColumn", "Views",
-    "choose_partitions", "connect", "dagster_launcher", "dagster_runs", "default_storage", "drop_command", "message_of",
-    "offset_of", "queue_lags", "running_airflow",
+    "choose_partitions", "connect", "dagster_launcher", "dagster_runs", "default_storage", "drop_command",
+    "local_dagster", "message_of", "offset_of", "queue_lags", "running_airflow",
 ]  # fmt: skip
 
 _PACKAGE: Final = "eventsql_orchestration"
@@ -63,7 +63,7 @@ __getattr__ = on_first_use(
         f"{_PACKAGE}.airflow.trace": ("ServedDagRuns",),
         f"{_PACKAGE}.capture.values": ("drop_command",),
         f"{_PACKAGE}.cli.dagster_launcher": ("dagster_launcher",),
-        f"{_PACKAGE}.cli.dagster_runs": ("dagster_runs",),
+        f"{_PACKAGE}.cli.dagster_runs": ("dagster_runs", "local_dagster"),
         f"{_PACKAGE}.cli.failures": ("message_of",),
         f"{_PACKAGE}.client.eventsql": ("EventSQL",),
         f"{_PACKAGE}.database.embedded": ("EmbeddedPostgres",),

@@ -79,8 +79,11 @@ def trace(
 
 
 @contextlib.contextmanager
-def _runs(context: CliContext, dsn: str, urls: Mapping[str, str]) -> Iterator[tuple[dict[str, Runs], dict[str, str]]]:
-    """The orchestrators that can be asked for runs, and for each other orchestrator why it cannot be asked."""
+def _runs(context: CliContext, dsn: str, urls: dict[str, str]) -> Iterator[tuple[dict[str, Runs], dict[str, str]]]:
+    """The orchestrators that can be asked for runs, and for each other orchestrator why it cannot be asked.
+
+    `urls` gets the URL of a Dagster that runs here.
+    """
     runs: dict[str, Runs] = {}
     lacking = {name: f"{NOT_SHOWN}: {how}" for name, how in HOW_TO_REACH.items()}
     if AIRFLOW in urls:
@@ -94,6 +97,9 @@ def _runs(context: CliContext, dsn: str, urls: Mapping[str, str]) -> Iterator[tu
                 lacking[DAGSTER] = _not_reached(DAGSTER, found)
             elif found is not None:
                 runs[DAGSTER] = found
+                if url is None and (local := lazy.local_dagster(home)) is not None:
+                    # The storage answers faster than the webserver, and has no pages to link to.
+                    urls[DAGSTER] = local
         yield runs, {name: why for name, why in lacking.items() if name not in runs}
 
 

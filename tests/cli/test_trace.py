@@ -30,6 +30,7 @@ from eventsql_orchestration.dagster import (
     topic_asset,
     topic_key,
 )
+from eventsql_orchestration.dagster.local.instance import STORAGE_VARIABLE
 from eventsql_orchestration.orchestration.local_processes import free_port
 from eventsql_orchestration.orchestration.owners import airflow_run
 from tests.cli.conftest import Run
@@ -254,9 +255,18 @@ def test_a_webserver_is_asked_the_same_and_linked_to(
         in run("trace", "sums", offset, "--dagster-url", webserver).stdout
     )
 
+    # `eventsql dev` leaves its URL in its instance.
+    monkeypatch.setenv(STORAGE_VARIABLE, "of another instance")
+    home = Path(".eventsql")
+    home.mkdir()
+    (home / "dagster").symlink_to(pipeline.home)
+    (pipeline.home / "dagster.url").write_text(webserver)
+    here, _ = trace(run, "sums", offset)
+    assert (here["url"], here["run"]) == (served["url"], served["run"])
+
     monkeypatch.setenv("DAGSTER_HOME", str(pipeline.home))
     stored, _ = trace(run, "sums", offset)
-    assert stored["run"] == served["run"]
+    assert (stored["url"], stored["run"]) == (None, served["run"])
 
     with_io, offset = through_io_manager(pipeline)
     for arguments in ((), ("--dagster-url", webserver)):
