@@ -175,7 +175,8 @@ def topic_observations(platform: EventSQL, topics: Iterable[Topic | str], *, see
             try:
                 end = shard.reader.end(name)
             except TopicNotFoundError:
-                reported.pop(key, None)
+                # All events of a topic that is created later are new.
+                reported[key] = 0
                 missing.append(topic_missing(name))
                 continue
             except DatabaseUnavailableError:

@@ -329,12 +329,17 @@ def test_new_events_of_a_topic_are_reported_once_with_their_offsets(bench: Workb
     assert topic_observations(bench.platform, [RIDES, "sums"], seen=news.seen).materializations == ()
 
 
-def test_a_missing_topic_does_not_hide_the_others(bench: Workbench) -> None:
+def test_a_missing_topic_does_not_hide_the_others_and_is_reported_once_it_has_events(bench: Workbench) -> None:
     ids = bench.publish("rides", 1)
     news = topic_observations(bench.platform, ["nowhere", "rides"], seen={"rides": 0, "nowhere": 5})
-    assert news.seen == {"rides": ids[-1]}
+    assert news.seen == {"rides": ids[-1], "nowhere": 0}
     assert len(news.materializations) == len(news.missing) == 1
     assert "nowhere" in news.missing[0]
+
+    bench.platform.registry.register_topic(Topic("nowhere"))
+    bench.publish("nowhere", 2)
+    (arrival,) = topic_observations(bench.platform, ["nowhere"], seen=news.seen).materializations
+    assert arrival.metadata["published events"].value == 2
 
 
 def test_a_topic_that_was_deleted_and_created_again_is_reported_from_its_beginning(bench: Workbench) -> None:

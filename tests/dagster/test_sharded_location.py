@@ -94,7 +94,7 @@ def test_new_events_of_a_topic_are_reported_for_each_shard_and_later_for_a_shard
     platform: EventSQL, shards: dict[str, Workbench]
 ) -> None:
     first = topic_observations(platform, ["orders", "nowhere"], seen={})
-    assert first.seen == {f"{ONE}/orders": 0, f"{OTHER}/orders": 0}
+    assert first.seen == {f"{shard}/{topic}": 0 for shard in (ONE, OTHER) for topic in ("orders", "nowhere")}
     assert len(first.missing) == 1
     ids = shards[OTHER].publish("orders", 2)
     with without_the_other(shards) as alone:
