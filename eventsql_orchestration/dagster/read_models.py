@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any, Final
 
 import dagster as dg
@@ -93,13 +94,22 @@ def view_asset(
     `deps` are the view's sources: the asset of the consumer that writes to the view, or, if a service writes to it, the
     asset of the topic.
     """
-    retention = "for ever" if definition.retention is None else str(definition.retention)
+    retention = "for ever" if definition.retention is None else _in_words(definition.retention)
+    # Durations are floats.
+    described = {
+        name: _in_words(timedelta(seconds=value)) if isinstance(value, float) else value
+        for name, value in definition.described().items()
+    }
     return dg.AssetSpec(
         view_key(definition), deps=list(deps),
         description=description or f"{definition.kind.capitalize()} {definition.name}.",
         metadata={
-            "table": definition.table, "retention": retention, "period": str(definition.period),
-            "form": dg.MetadataValue.json(definition.described()), **(metadata or {}),
+            "table": definition.table, "retention": retention, "period": _in_words(definition.period),
+            "form": dg.MetadataValue.json(described), **(metadata or {}),
         },
         owners=list(owners), group_name=group_name, kinds={"table", "postgresql"}, tags=dict(tags or {}),
     )  # fmt: skip
+
+
+def _in_words(duration: timedelta) -> str:
+    return str(duration).removesuffix(", 0:00:00")
