@@ -243,7 +243,8 @@ def test_delivered_is_red_from_a_dead_letter_until_it_is_redriven_or_dismissed(b
 
     (red,) = watch.at(1_015.0)
     assert (red.passed, red.severity) == (False, dg.AssetCheckSeverity.ERROR)
-    assert red.description == (f"1 dead letter is open: event rides:1:{offset} failed once (ValueError: not a number)")
+    event = f"event {offset} of topic rides[1]"
+    assert red.description == f"1 dead letter is open: {event} failed once (ValueError: not a number)"
     metadata: dict[str, Any] = {name: value.value for name, value in red.metadata.items()}
     assert metadata["open dead letters"] == 1
     assert metadata["show"] == f"eventsql dlt show rides {letter.id}"
@@ -336,14 +337,17 @@ def test_a_letter_counts_although_its_offset_was_searched_before_a_failover(benc
 
 def test_many_letters_are_counted_up_to_a_limit_and_the_oldest_are_named(bench: Workbench) -> None:
     bench.platform.registry.register_topic(Topic("rides_dlt"))
-    mine = {"dlt_consumer": "eager", "dlt_topic": "rides", "dlt_partition": "0", "dlt_exception": "E"}
+    mine = {"dlt_consumer": "eager", "dlt_topic": "rides", "dlt_partition": "-1", "dlt_exception": "E"}
     bench.platform.publisher.publish_all(
         Publication("rides_dlt", b"", metadata={**mine, "dlt_offset": str(offset)}) for offset in range(30)
     )
     bench.platform.transfer.run_once()
     (red,) = Watch(bench, build_delivered_check(eager)).at(0.0)
-    assert str(red.description).startswith("more than 10 dead letters are open, the oldest: event rides:0:0 ")
+    assert str(red.description).startswith(
+        "more than 10 dead letters are open, the oldest: event 0 of topic rides failed "
+    )
     table: Any = red.metadata["dead letters"].value
+    assert {row.data["partition"] for row in table.records} == {"all"}
     assert len(table.records) == 10
 
 

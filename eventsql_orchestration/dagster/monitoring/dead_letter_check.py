@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import dagster as dg
 
-from eventsql_orchestration import Shard
+from eventsql_orchestration import NOT_PARTITIONED, Shard
 from eventsql_orchestration.consumer import ConsumerState
 from eventsql_orchestration.consuming import dead_letter_values
 from eventsql_orchestration.consuming.dead_letters import DeadLetter, LetterFilter
@@ -31,6 +31,8 @@ BLOCKED_PARTITIONS: Final = "blocked partitions"
 LETTERS_SHOWN: Final = 10
 """Maximum number of dead letters that a check names. It names the oldest; each tick of the sensor reads their
 values."""
+
+NO_PARTITION: Final = str(NOT_PARTITIONED)
 
 _NONE_BEFORE: Final = "no open letter up to"
 _TOPIC_MADE: Final = "of the topic created at"
@@ -169,7 +171,16 @@ def _given_up(letters: list[DeadLetter]) -> str:
 
 def _named(letter: DeadLetter) -> str:
     often = how_often(letter.metadata.get(dead_letter_values.ATTEMPTS, "some"))
-    return f"event {letter.origin or 'of unknown origin'}{_on(letter.shard)} failed {often} ({_error(letter)})"
+    event = "an event of unknown origin"
+    if letter.origin is not None:
+        topic, partition, offset = letter.origin.rsplit(":", 2)
+        event = f"event {offset} of topic {topic}" + (f"[{partition}]" if partition != NO_PARTITION else "")
+    return f"{event}{_on(letter.shard)} failed {often} ({_error(letter)})"
+
+
+def _partition(letter: DeadLetter) -> str:
+    partition = str(letter.metadata.get(dead_letter_values.SOURCE_PARTITION, ""))
+    return "all" if partition == NO_PARTITION else partition
 
 
 def _error(letter: DeadLetter) -> str:
@@ -189,7 +200,7 @@ def _letters_metadata(topic: str, consumer: str, letters: list[DeadLetter]) -> d
         return dg.TableRecord(
             {
                 "topic": str(letter.metadata.get(dead_letter_values.SOURCE_TOPIC, topic)),
-                "partition": str(letter.metadata.get(dead_letter_values.SOURCE_PARTITION, "")),
+                "partition": _partition(letter),
                 "offset": str(letter.metadata.get(dead_letter_values.SOURCE_OFFSET, "")),
                 "attempts": str(letter.metadata.get(dead_letter_values.ATTEMPTS, "")),
                 "error": _error(letter),
