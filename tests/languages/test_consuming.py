@@ -141,6 +141,23 @@ def test_an_offset_that_another_consumption_moved_is_not_committed(topic: EventS
     assert offsets(topic)[partition] == first
 
 
+def test_a_commit_waits_for_a_fetch_that_takes_the_partition_over_and_is_refused_then(
+    topic: EventSQL, session: Connection, sessions: Sessions, until_blocked: UntilBlocked
+) -> None:
+    fill(topic, 30)
+    claim, epoch, partition, *_ = fetch(session)[0]
+    let_expire(session)
+    other = sessions()
+    assert fetch(other)[0][2] == partition
+    with ThreadPoolExecutor(1) as executor:
+        committing = executor.submit(call, session, "commit", claim, epoch)
+        until_blocked()
+        other.commit()
+        with pytest.raises(psycopg.errors.NoDataFound):
+            committing.result()
+    assert offsets(topic)[partition] == 0
+
+
 def test_a_rolled_back_commit_leaves_the_claim(topic: EventSQL, session: Connection) -> None:
     fill(topic, 30)
     rows = fetch(session)
@@ -167,6 +184,45 @@ def test_fetchers_at_once_get_different_partitions(topic: EventSQL, sessions: Se
     assert fetched[3] == []
     open_[0].rollback()
     assert [row[3] for row in fetch(open_[3])] == [row[3] for row in fetched[0]]
+
+
+def test_partitions_take_turns(topic: EventSQL, session: Connection) -> None:
+    fill(topic, 30)
+    partitions = []
+    for _ in range(6):
+        claim, epoch, partition, *_ = fetch(session, "'orders', 'mailer', 1")[0]
+        call(session, "commit", claim, epoch)
+        partitions.append(partition)
+    assert partitions == [0, 1, 2] * 2
+
+
+def test_a_partition_that_is_leased_or_paused_while_a_fetch_passes_events_of_another_is_left_alone(
+    topic: EventSQL, session: Connection, sessions: Sessions, until_blocked: UntilBlocked
+) -> None:
+    nothing = EventFilter(keys=frozenset({"nothing"}))
+    topic.registry.register_consumer(Consumer("orders", "picky", partitioned=True), filter=nothing)
+    fill(topic, 30)
+    fetcher, gate = sessions(), sessions()
+    gate.execute(
+        "CREATE FUNCTION wait() RETURNS trigger LANGUAGE plpgsql AS "
+        "$$ BEGIN PERFORM pg_advisory_xact_lock_shared(1); RETURN NULL; END $$; "
+        "CREATE TRIGGER wait AFTER INSERT ON eventsql.consumer_claim EXECUTE FUNCTION wait()"
+    )
+    gate.commit()
+    gate.execute("SELECT pg_advisory_xact_lock(1)")
+    with ThreadPoolExecutor(1) as executor:
+        # It has found three partitions with events, and has taken the first.
+        fetching = executor.submit(fetch, fetcher, "'orders', 'picky'")
+        until_blocked()
+        session.execute(
+            "UPDATE eventsql.consumer SET eql_lease_owner = 'me', eql_lease_expires_at = now() + interval '1 hour' "
+            "WHERE eql_name = 'picky' AND eql_partition = 1"
+        )
+        session.execute("UPDATE eventsql.consumer SET eql_paused = true WHERE eql_name = 'picky' AND eql_partition = 2")
+        gate.rollback()
+        assert fetching.result() == []
+    fetcher.commit()
+    assert [offset > 0 for offset in offsets(topic, "picky").values()] == [True, False, False]
 
 
 @pytest.mark.both_forms
@@ -216,6 +272,8 @@ def test_an_event_that_fails_is_retried_alone_and_then_a_dead_letter_as_the_libr
     (state,) = topic.registry.consumer("orders", "whole")
     (theirs_state,) = topic.registry.consumer("orders", "python")
     assert state.attempts == theirs_state.attempts == 0
+    given_up = session.execute("SELECT eql_given_up FROM eventsql.consumer WHERE eql_name IN ('whole', 'python')")
+    assert given_up.fetchall() == [(1,), (1,)]
 
 
 def test_an_event_whose_dead_letter_topic_is_deleted_at_that_moment_is_blocked(
@@ -235,17 +293,41 @@ def test_an_event_whose_dead_letter_topic_is_deleted_at_that_moment_is_blocked(
     assert offsets(topic, "whole") == {-1: 0}
 
 
-def test_a_dead_letter_of_an_erased_event_says_nothing_of_it(topic: EventSQL, session: Connection) -> None:
-    topic.registry.register_topic(Topic("orders_dlt")).register_consumer(Consumer("orders", "whole"), max_attempts=1)
+def test_a_failure_and_a_dead_letter_of_an_erased_event_say_nothing_of_it(topic: EventSQL, session: Connection) -> None:
+    topic.registry.register_topic(Topic("orders_dlt")).register_consumer(Consumer("orders", "whole"), max_attempts=2)
     topic.publisher.publish(Publication("orders", b"secret", key="k"))
     topic.transfer.run_once()
     ((claim, epoch, _, id_, *_),) = fetch(session, "'orders', 'whole'")
     topic.eraser.execute("orders", ["k"])
+    assert call(session, "fail", claim, epoch, id_, "secret is no number") == "retry"
+    (state,) = topic.registry.consumer("orders", "whole")
+    assert "secret" not in str(state.failure)
+    let_be_due(session)
+    ((claim, epoch, *_),) = fetch(session, "'orders', 'whole'")
     assert call(session, "fail", claim, epoch, id_, "secret is no number") == "dead letter"
     topic.transfer.run_once()
     (letter,) = topic.dead_letters.list("orders")
     assert letter.erased
     assert "secret" not in str(dict(letter.metadata))
+
+
+def test_an_erasure_waits_for_a_failure_that_copies_the_event(
+    topic: EventSQL, session: Connection, sessions: Sessions, until_blocked: UntilBlocked
+) -> None:
+    topic.registry.register_topic(Topic("orders_dlt")).register_consumer(Consumer("orders", "whole"), max_attempts=1)
+    topic.publisher.publish(Publication("orders", b"secret", key="k"))
+    topic.transfer.run_once()
+    ((claim, epoch, _, id_, *_),) = fetch(session, "'orders', 'whole'")
+    failing = sessions()
+    assert call(failing, "fail", claim, epoch, id_, "secret is no number") == "dead letter"
+    with ThreadPoolExecutor(1) as executor:
+        erasing_ = executor.submit(topic.eraser.execute, "orders", ["k"])
+        until_blocked()
+        failing.commit()
+        assert erasing_.result().dead_letters == 1
+    topic.transfer.run_once()
+    (letter,) = topic.dead_letters.list("orders")
+    assert letter.erased
 
 
 def test_a_transaction_that_may_still_see_an_erased_event_records_no_failure(
@@ -282,6 +364,13 @@ def test_a_filter_takes_what_it_takes_in_the_library(topic: EventSQL, session: C
             call(session, "commit", *rows[0][:2])
         assert found == [event.id for event in topic.reader.read("orders") if chosen.matches(event)]
         assert offsets(topic, f"picky{number}") == {-1: topic.reader.end("orders")}
+
+
+def test_a_filter_that_this_version_does_not_know_lets_nothing_pass(topic: EventSQL, session: Connection) -> None:
+    fill(topic, 10)
+    session.execute("""UPDATE eventsql.consumer SET eql_filter = '{"sql": "true"}'""")
+    with pytest.raises(psycopg.errors.FeatureNotSupported):
+        fetch(session)
 
 
 @pytest.mark.both_forms
@@ -335,14 +424,23 @@ def test_one_fetch_passes_over_all_events_before_the_first_that_a_filter_takes(
 
 
 @pytest.mark.both_forms
-def test_a_repartitioned_topic_is_fetched_layout_by_layout(topic: EventSQL, session: Connection) -> None:
+def test_a_repartitioned_topic_is_fetched_layout_by_layout(
+    topic: EventSQL, session: Connection, sessions: Sessions
+) -> None:
     fill(topic, 21)
     topic.repartitioner.repartition("orders", 5)
     fill(topic, 21)
     fetched: list[Any] = []
-    while rows := fetch(session):
-        fetched += rows
-        call(session, "commit", *rows[0][:2])
+    holder = sessions()
+    holder.execute("SELECT FROM eventsql.consumer WHERE eql_partition = 4 FOR UPDATE")
+    session.execute("SET lock_timeout TO '5s'")
+    for events in (21, 42):
+        while rows := fetch(session):
+            fetched += rows
+            call(session, "commit", *rows[0][:2])
+        # While another transaction has one of its partitions, the consumer stays in its layout.
+        assert len(fetched) == events
+        holder.rollback()
     for key in map(str, range(7)):
         ids = [row[3] for row in fetched if row[4] == key]
         assert ids == sorted(ids)
@@ -366,11 +464,14 @@ def test_claims_that_ended_long_ago_are_deleted(topic: EventSQL, session: Connec
     for _ in range(4):
         call(session, "release", *fetch(session, "'orders', 'mailer', 1")[0][:2])
     session.execute("UPDATE eventsql.consumer_claim SET eql_finished_at = now() - interval '2 hours'")
+    session.execute(
+        "UPDATE eventsql.consumer_claim SET eql_owner = 'run 7' "
+        "WHERE eql_id = (SELECT min(eql_id) FROM eventsql.consumer_claim)"
+    )
     session.execute("ALTER TABLE eventsql.consumer_claim ALTER COLUMN eql_id RESTART WITH 514")
     fetch(session, "'orders', 'mailer', 1")
-    left = session.execute("SELECT count(*) FROM eventsql.consumer_claim WHERE eql_state = 'released'").fetchone()
-    assert left is not None
-    assert left[0] < 4
+    left = session.execute("SELECT eql_owner FROM eventsql.consumer_claim WHERE eql_state = 'released'").fetchall()
+    assert left == [("run 7",)]
 
 
 @pytest.mark.both_forms
