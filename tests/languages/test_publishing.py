@@ -183,6 +183,8 @@ def test_a_shard_takes_its_own_keys_alone(databases: Databases) -> None:
         names = [str(shard.name) for shard in platform.shards]
         for shard, url in zip(platform.shards, urls, strict=True):
             with psycopg.connect(url, autocommit=True) as connection:
+                # An earlier layout does not count.
+                connection.execute("INSERT INTO eventsql.shard_layout VALUES (0, %s)", [names[:1]])
                 for key in map(str, range(30)):
                     mine = shard_of_key(key, names) == shard.name
                     try:
@@ -191,6 +193,10 @@ def test_a_shard_takes_its_own_keys_alone(databases: Databases) -> None:
                     except psycopg.errors.ObjectNotInPrerequisiteState:
                         assert not mine
                 connection.execute("SELECT eventsql.publish('orders', NULL, 'v')")
+                # A shard whose addition is under way takes nothing.
+                connection.execute("UPDATE eventsql.shard SET eql_active = false")
+                with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState):
+                    connection.execute("SELECT eventsql.publish('orders', NULL, 'v')")
 
 
 # Other programs
