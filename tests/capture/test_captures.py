@@ -100,12 +100,15 @@ def test_a_name_that_no_table_can_have_is_refused(platform: EventSQL, name: str)
 def test_a_key_must_be_unique_and_never_null(platform: EventSQL, session: Connection) -> None:
     session.execute(
         "CREATE TABLE orders (id int PRIMARY KEY, code text UNIQUE, sure text NOT NULL UNIQUE, partial int NOT NULL, "
-        "part int NOT NULL, whole int NOT NULL)"
+        "part int NOT NULL, whole int NOT NULL, doubtful int NOT NULL)"
     )
     session.execute("CREATE UNIQUE INDEX ON orders (partial) WHERE partial > 0")
     session.execute("CREATE UNIQUE INDEX ON orders (part, whole)")
+    # As CREATE INDEX CONCURRENTLY leaves it when it finds a value twice.
+    session.execute("CREATE UNIQUE INDEX doubt ON orders (doubtful)")
+    session.execute("UPDATE pg_index SET indisvalid = false WHERE indexrelid = 'doubt'::regclass")
     platform.registry.register_topic(Topic("changes"))
-    for key in (["code"], ["partial"], ["part"], ["id", "sure"]):
+    for key in (["code"], ["partial"], ["part"], ["id", "sure"], ["doubtful"]):
         with pytest.raises(CaptureError):
             platform.capture("orders", "changes", key=key)
     for wrong in ([], ["absent"], ["id", "id"], "id"):
@@ -169,6 +172,14 @@ def test_a_shard_cannot_capture_and_a_captured_database_cannot_become_one(
     finally:
         new.close()
         server.drop_database("another")
+
+
+def test_a_captured_table_of_a_database_that_has_become_a_shard_refuses_changes(
+    orders: EventSQL, session: Connection
+) -> None:
+    session.execute("INSERT INTO eventsql.shard (eql_name, eql_set) VALUES ('a', gen_random_uuid())")
+    with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState):
+        session.execute("INSERT INTO orders VALUES (1)")
 
 
 # Changed
@@ -466,11 +477,20 @@ def test_a_table_that_changes_to_a_kind_that_cannot_be_captured_is_a_problem(
 def test_row_security_that_binds_the_triggers_role_is_a_problem(orders: EventSQL, session: Connection) -> None:
     session.execute("CREATE ROLE keeper; GRANT SELECT ON orders TO keeper")
     try:
+        session.execute(
+            "GRANT USAGE ON SCHEMA eventsql TO keeper; GRANT ALL ON ALL TABLES IN SCHEMA eventsql TO keeper; "
+            "GRANT ALL ON ALL SEQUENCES IN SCHEMA eventsql TO keeper; "
+            "GRANT ALL ON ALL FUNCTIONS IN SCHEMA eventsql TO keeper"
+        )
         session.execute("ALTER FUNCTION eventsql.capture_changes() OWNER TO keeper")
         assert orders.captures.list()[0].problem is None
+        session.execute("INSERT INTO orders VALUES (1)")
         session.execute("ALTER TABLE orders ENABLE ROW LEVEL SECURITY")
         (broken,) = orders.captures.list()
         assert broken.problem is not None
+        # The triggers would not see the rows, and tell no change.
+        with pytest.raises(psycopg.errors.InsufficientPrivilege):
+            session.execute("INSERT INTO orders VALUES (2)")
         with pytest.raises(CaptureError):
             orders.capture("orders", "changes")
         assert broken.grants is not None
