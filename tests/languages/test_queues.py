@@ -102,7 +102,17 @@ def test_a_transaction_that_goes_on_receives_a_message_that_came_since_it_began(
     worker = sessions()
     assert worker.execute(f"{RECEIVE}('late')".encode()).fetchall() == []
     queue.send(b"x")
-    assert [row[1] for row in worker.execute(f"{RECEIVE}('late')".encode())] == [b"x"]
+
+    def held_for_a_minute() -> bool:
+        # now() is the beginning of the transaction.
+        return bool(one(worker, "SELECT eql_visible_at > now() + interval '1 minute' FROM eventsql.queue_message"))
+
+    for _ in range(2):
+        ((id_, body, _, _, _, receipt, *_),) = worker.execute(f"{RECEIVE}('late', 1, 60)".encode())
+        assert (body, held_for_a_minute()) == (b"x", True)
+        worker.execute("SELECT eventsql.queue_extend('late', %s, %s, 60)", [id_, receipt])
+        assert held_for_a_minute()
+        worker.execute("SELECT eventsql.queue_release('late', %s, %s)", [id_, receipt])
 
 
 def test_a_message_for_a_queue_that_is_deleted_at_that_moment_is_refused(
@@ -269,6 +279,8 @@ def test_a_shard_takes_its_own_keys_of_an_ordered_queue_alone(databases: Databas
         Queue(platform, "any").definition()
         for shard, url in zip(platform.shards, urls, strict=True):
             with psycopg.connect(url, autocommit=True) as connection:
+                # An earlier layout does not count.
+                connection.execute("INSERT INTO eventsql.shard_layout VALUES (0, %s)", [names[:1]])
                 for key in map(str, range(10)):
                     mine = shard_of_key(key, names) == shard.name
                     try:
@@ -278,6 +290,11 @@ def test_a_shard_takes_its_own_keys_of_an_ordered_queue_alone(databases: Databas
                         assert not mine
                     connection.execute("SELECT eventsql.queue_send('any', 'v', %s)", [key])
                 connection.execute("SELECT eventsql.queue_send('ordered', 'v')")
+                # A shard whose addition is under way takes nothing.
+                connection.execute("UPDATE eventsql.shard SET eql_active = false")
+                for name in ("ordered", "any"):
+                    with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState):
+                        connection.execute("SELECT eventsql.queue_send(%s, 'v')", [name])
 
 
 # Other programs

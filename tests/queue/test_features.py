@@ -114,17 +114,34 @@ def test_deduplication_counts_when_the_first_sender_commits(
 def test_a_sender_does_not_wait_for_the_transaction_of_a_sender_of_another_id(
     dsn: str, database: Database, queue: Queue
 ) -> None:
-    for name in ("x", "y"):
+    for name in ("v", "x", "y"):
         queue.send(b"before", deduplication_id=name)
     with database.connection() as connection:
         connection.execute("UPDATE eventsql.queue_deduplication SET eql_expires_at = now() - interval '1 s'")
         with connection.transaction(), Database(f"{dsn}?options=-clock_timeout%3D100") as impatient:
-            queue.send(b"open", deduplication_id="z", connection=connection)
+            for name in ("y", "z"):
+                queue.send(b"open", deduplication_id=name, connection=connection)
             Queue(impatient, queue.name).send(b"beside", deduplication_id="x")
     queue.send(b"after", deduplication_id="w")
     with database.connection() as connection:
         rows = connection.execute("SELECT eql_deduplication_id FROM eventsql.queue_deduplication").fetchall()
-    assert sorted(rows) == [("w",), ("x",), ("z",)], "a send by itself deletes the ids whose time has ended"
+    assert sorted(rows) == [("w",), ("x",), ("y",), ("z",)], "a send by itself deletes the ids whose time has ended"
+
+
+def test_calls_with_the_same_ids_in_any_order_do_not_wait_for_each_other(
+    database: Database, queue: Queue, until_blocked: UntilBlocked
+) -> None:
+    queue.definition()
+    with ThreadPoolExecutor(2) as executor:
+        with database.transaction() as connection:
+            queue.send(b"", deduplication_id="m", connection=connection)
+            calls = [
+                executor.submit(queue.send_all, [NewMessage(b"", deduplication_id=each) for each in ids])
+                for ids in ("xmy", "ymx")
+            ]
+            until_blocked(2)
+        first, second = (call.result() for call in calls)
+    assert first == second[::-1]
 
 
 def test_a_send_in_a_callers_transaction_deletes_ids_that_nobody_has_sent_for_a_day(
@@ -203,8 +220,29 @@ def test_a_receive_fills_up_behind_spent_messages(database: Database) -> None:
     queue.send_all([b"1", b"2"])
     queue.receive(max_messages=2)
     expire(database)
-    queue.send_all([b"3", b"4", b"5"])
+    queue.send_all([b"3", b"4", b"5", b"6"])
     assert bodies(queue.receive(max_messages=3)) == [b"3", b"4", b"5"]
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_message_that_was_given_back_has_all_its_receives_in_each_queue(database: Database, *, ordered: bool) -> None:
+    Queue(database, "dead", ordered=ordered, max_receives=1, dead_letters="last").definition()
+    queue = Queue(database, "commands", ordered=ordered, max_receives=1, dead_letters="dead")
+    dead, last = Queue(database, "dead"), Queue(database, "last")
+    queue.send(b"1", key="a")
+
+    def use_up(queue: Queue) -> None:
+        queue.give_back(queue.receive())
+        (message,) = queue.receive()
+        queue.release(message)
+        assert queue.receive() == []
+
+    use_up(queue)
+    use_up(dead)
+    last.give_back(last.receive())
+    assert dead.redrive() == 1
+    use_up(dead)
+    assert last.statistics().visible == 1
 
 
 def test_the_history_of_a_redriven_message_has_the_timeout_of_its_dead_letter(database: Database) -> None:
@@ -337,9 +375,19 @@ def test_acknowledgements_at_once_make_the_archive_once(database: Database, unti
     assert len(queue.archived()) == 2
 
 
-def test_a_receiver_hears_of_a_new_message(platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch) -> None:
-    queue, paused = Queue(platform, "commands"), threading.Event()
+@pytest.mark.parametrize("way", ["send", "release", "give back", "fail", "redrive"])
+def test_a_receiver_hears_of_a_message_that_comes_into_sight(
+    platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    queue, other, paused = Queue(platform, "commands", max_receives=2), Queue(platform, "commands"), threading.Event()
     queue.definition()
+    if way != "send":
+        other.send(b"x")
+        (held,) = other.receive()
+    if way == "redrive":
+        for _ in range(2):
+            other.release(held)
+            held = next(iter(other.receive()), held)
 
     def look_again_in_an_hour() -> float:
         paused.set()
@@ -349,7 +397,17 @@ def test_a_receiver_hears_of_a_new_message(platform: EventSQL, until: Until, mon
     with ThreadPoolExecutor(1) as receivers:
         waiting = receivers.submit(queue.receive, wait=3_600)
         until(lambda: paused.is_set() and platform.listener.listening)
-        Queue(platform, "commands").send(b"x")
+        match way:
+            case "send":
+                other.send(b"x")
+            case "release":
+                other.release(held)
+            case "give back":
+                other.give_back([held])
+            case "fail":
+                other.release_failed(held, delay=0.0, reason="no")
+            case "redrive":
+                assert other.redrive() == 1
         assert bodies(waiting.result(PATIENCE)) == [b"x"]
 
 

@@ -185,11 +185,18 @@ def test_a_late_acknowledgement_counts_while_nobody_else_has_the_message(databas
     assert queue.depth() == QueueDepth(0, 0)
 
 
-def test_a_message_is_acknowledged_on_its_own_queue_alone(database: Database, queue: Queue) -> None:
+def test_a_message_is_settled_on_its_own_queue_alone(database: Database, queue: Queue, session: Connection) -> None:
     queue.send(b"x")
     (message,) = queue.receive()
-    with pytest.raises(MessageNotFoundError):
-        Queue(database, "other").acknowledge(message)
+    other = Queue(database, "other")
+    other.give_back([message])
+    for settle in (other.acknowledge, other.release, lambda held: other.extend(held, 60)):
+        with pytest.raises(MessageNotFoundError):
+            settle(message)
+    for call in ("release('other', %s, %s)", "extend('other', %s, %s, 60)"):
+        with pytest.raises(psycopg.errors.NoDataFound):
+            session.execute(f"SELECT eventsql.queue_{call}".encode(), [message.id, message.receipt])
+    assert queue.depth() == QueueDepth(visible=0, invisible=1)
     queue.acknowledge(message)
 
 

@@ -268,23 +268,25 @@ def test_a_receive_of_a_backlog_begins_at_its_first_message_and_one_of_new_messa
     assert first < decode_time(table._onwards) <= now - timedelta(seconds=0.1)
 
 
+@pytest.mark.parametrize("ordered", [False, True])
 def test_a_message_behind_the_last_receive_is_received_when_no_other_is_left_and_from_time_to_time(
-    database: Database, session: Connection
+    database: Database, session: Connection, *, ordered: bool
 ) -> None:
-    queue = Queue(database, "commands")
+    queue = Queue(database, "commands", ordered=ordered)
     table = queue._shards.all()[0]
     queue.send_all([b"x"] * 20)
     assert len(queue.receive(max_messages=10)) == 10
 
-    def send_late() -> int:
+    def send_late(priority: int = 0) -> int:
         """Send a message as a sender that has not committed for an hour."""
-        late = queue.send(b"late")
+        late = queue.send(b"late", priority=priority)
         earlier = "UPDATE eventsql.queue_message SET eql_visible_at = now() - interval '1 hour' WHERE eql_id = %s"
         session.execute(earlier, [late])
         return late
 
-    late = send_late()
+    late, urgent = send_late(), send_late(priority=9)
     table._from_start_at = time.monotonic() + 3_600
+    assert [message.id for message in queue.receive()] == [urgent]
     assert [message.body for message in queue.receive(max_messages=10)] == [b"x"] * 10
     assert [message.id for message in queue.receive(max_messages=10)] == [late]
 
