@@ -391,6 +391,20 @@ def test_a_repartitioning_is_tried_again_if_the_sequence_is_set_back_while_it_mo
 
 
 @pytest.mark.parametrize("storage", STORAGES)
+def test_ids_go_on_behind_the_layouts_of_a_topic(platform: EventSQL, session: Connection, storage: Storage) -> None:
+    table = "parcels_block" if storage == BLOCKS else "parcels_event"
+    platform.registry.register_topic(Topic("parcels", 2, storage=storage))
+    platform.publisher.publish_all(Publication("parcels", b"%d" % value, key="1") for value in range(100))
+    changed = platform.repartitioner.repartition("parcels", 3)
+    assert changed is not None
+    session.execute(f"DELETE FROM eventsql.{table}; SELECT setval('eventsql.{table}_eql_id_seq', 20)")
+    publish(platform, 1, topic="parcels")
+    platform.transfer.run_once()
+    (event,) = platform.reader.read("parcels")
+    assert event.id > changed.after
+
+
+@pytest.mark.parametrize("storage", STORAGES)
 def test_a_repartitioning_begins_behind_the_log_if_its_sequence_was_set_back(
     platform: EventSQL, session: Connection, storage: Storage
 ) -> None:
