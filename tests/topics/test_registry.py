@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ from eventsql_orchestration import (
 )
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.database import Connection
+from eventsql_orchestration.database.installation import REGISTRY_LOCK
 from eventsql_orchestration.errors import (
     ConsumerNotFoundError,
     InvalidNameError,
@@ -557,6 +558,33 @@ def test_processes_that_register_at_once_register_once(platform: EventSQL, spawn
     assert len(platform.registry.consumers()) == 5 * 3
     fill(platform, "topic_4")
     assert platform.reader.count("topic_4") == 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda platform: platform.registry.register_topic(Topic("payments")),
+        lambda platform: platform.registry.set_retention("orders", Retention(events=7)),
+        lambda platform: platform.registry.set_storage("orders", "rows"),
+        lambda platform: platform.registry.register_consumer(Consumer("orders", "mailer")),
+        lambda platform: platform.repartitioner.repartition("orders", 3),
+        lambda platform: platform.capture("public.purchase", "orders", snapshot=False),
+        lambda platform: platform.registry.unregister_topic("orders"),
+    ],
+)
+def test_changes_of_topics_and_consumers_follow_one_another(
+    platform: EventSQL, sessions: Sessions, session: Connection, until_blocked: UntilBlocked,
+    change: Callable[[EventSQL], object],
+) -> None:  # fmt: skip
+    platform.registry.register_topic(Topic("orders", 2, storage="blocks"))
+    session.execute("CREATE TABLE public.purchase (id integer PRIMARY KEY)")
+    other = sessions()
+    other.execute("SELECT pg_advisory_xact_lock(%s)", [REGISTRY_LOCK])
+    with ThreadPoolExecutor(1) as executor:
+        changing = executor.submit(change, platform)
+        until_blocked()
+        other.rollback()
+        changing.result()
 
 
 def test_threads_that_register_contradicting_definitions_get_one_of_them(platform: EventSQL) -> None:
