@@ -564,6 +564,40 @@ def test_a_segment_with_a_block_that_cannot_be_copied_stays_and_its_blocks_are_m
 
 
 @pytest.mark.usefixtures("spacious")
+def test_a_segment_is_copied_after_a_transaction_that_has_drawn_its_last_ids(
+    single: EventSQL, session: Connection, sessions: Sessions, until_blocked: UntilBlocked,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(compaction, "LOCK_SECONDS", 60)
+    (first, *_), was, writer = segments.segments(session, SCHEMA, "orders") or [], table_of(session), sessions()
+    writer.execute("SELECT FROM eventsql.event_buffer_lock FOR UPDATE")
+    writer.execute("SELECT setval('eventsql.orders_block_eql_id_seq', %s)", [first.end - 1])
+    with ThreadPoolExecutor(1) as executor:
+        compacted = executor.submit(single.compactor.execute, "orders")
+        until_blocked()
+        assert table_of(session) == was
+        writer.commit()
+        assert (compacted.result().freed or 0) > 0
+
+
+@pytest.mark.usefixtures("spacious")
+def test_the_end_of_a_segment_waits_for_the_writer_and_gives_no_id_out_again(
+    single: EventSQL, session: Connection, sessions: Sessions, until_blocked: UntilBlocked,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(compaction, "LOCK_SECONDS", 60)
+    (first, *_), writer = segments.segments(session, SCHEMA, "orders") or [], sessions()
+    writer.execute("SELECT FROM eventsql.event_buffer_lock FOR UPDATE")
+    with ThreadPoolExecutor(1) as executor:
+        compacted = executor.submit(single.compactor.execute, "orders")
+        until_blocked()
+        writer.execute("SELECT setval('eventsql.orders_block_eql_id_seq', %s)", [first.end + 5])
+        writer.commit()
+        compacted.result()
+    assert segments.newest_id(session, SCHEMA, "orders") == first.end + 5
+
+
+@pytest.mark.usefixtures("spacious")
 def test_a_change_of_others_during_the_copy_waits_for_it(
     single: EventSQL, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
