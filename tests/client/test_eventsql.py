@@ -88,21 +88,28 @@ def test_closing_moves_what_was_published_last(dsn: str, platform: EventSQL) -> 
     assert platform.reader.count("orders") == 500
 
 
-def test_closing_moves_the_last_events_though_another_transfer_holds_their_topic(
-    dsn: str, platform: EventSQL, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ends", [True, False])
+def test_closing_moves_the_last_events_though_another_transfer_holds_their_topic_unless_it_never_ends(
+    dsn: str, platform: EventSQL, sessions: Sessions, monkeypatch: pytest.MonkeyPatch, *, ends: bool
 ) -> None:
     """The other transfer may have looked before these events came, and may end without them."""
     platform.registry.register_topic(Topic("orders"))
     other = sessions()
     other.execute("SELECT FROM eventsql.event_buffer_lock WHERE eql_topic = 'orders' FOR UPDATE")
 
-    def pause(_seconds: float) -> None:
-        other.rollback()
+    passed = [0.0]
 
-    monkeypatch.setattr(transfer, "time", SimpleNamespace(monotonic=time.monotonic, sleep=pause))
+    def pause(_seconds: float) -> None:
+        if ends:
+            other.rollback()
+        else:
+            passed.append(3_600.0)
+
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + sum(passed), sleep=pause)
+    monkeypatch.setattr(transfer, "time", clock)
     with EventSQL(dsn) as closing:
         closing.publisher.publish(Publication("orders", b""))
-    assert platform.reader.count("orders") == 1
+    assert platform.reader.count("orders") == (1 if ends else 0)
 
 
 def test_closing_commits_the_events_of_publishers_that_two_threads_have_made_at_once(
@@ -295,6 +302,24 @@ def test_a_writer_that_is_closed_before_its_batch_connects_is_closed_after_it(pl
         writer.close()
         writer.look(None)
         assert not writer.broken
+    assert writer.broken
+
+
+def test_a_writer_that_is_closed_in_the_moment_when_its_batch_ends_is_closed_after_it(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = platform.shards[0].publisher._writer
+    assert writer is not None
+    mutex, close = writer._mutex, [writer.close]
+
+    def release() -> None:
+        while close:
+            close.pop()()
+        mutex.release()
+
+    monkeypatch.setattr(writer, "_mutex", SimpleNamespace(acquire=mutex.acquire, release=release))
+    with writer.session():
+        writer.look(None)
     assert writer.broken
 
 

@@ -96,6 +96,21 @@ def test_flush_waits_for_what_was_given_before(platform: EventSQL) -> None:
     asyncio.run(play())
 
 
+def test_flush_waits_for_a_task_that_waits_for_room(platform: EventSQL, hold: Hold) -> None:
+    async def play() -> None:
+        async with platform.async_publisher(max_pending_events=1) as publisher:
+            with hold():
+                await publisher.enqueue(order(b"1"))
+                waiting = asyncio.create_task(publisher.enqueue(order(b"2")))
+                await until_queued(publisher, 1)
+                flushing = asyncio.create_task(publisher.flush())
+                await settle()
+            await flushing
+            assert (await waiting).done()
+
+    asyncio.run(play())
+
+
 def test_the_first_event_of_a_topic_does_not_keep_the_loop_from_running(platform: EventSQL, sessions: Sessions) -> None:
     async def play() -> None:
         session = sessions()

@@ -123,8 +123,9 @@ def test_an_event_is_not_acknowledged_while_its_commit_is_under_way(
         ({"max_bytes": 10}, [b"123456", b"1234"]),
         ({"max_events": 1}, [b"1"]),
         ({"max_pending_events": 2, "flushes": 1}, [b"1", b"2"]),
+        ({"max_pending_bytes": 2, "flushes": 1}, [b"1", b"2"]),
     ],
-    ids=["count", "bytes", "one", "as many as may wait"],
+    ids=["count", "bytes", "one", "as many as may wait", "as many bytes as may wait"],
 )
 def test_a_lane_flushes_when_enough_waits_in_it(opened: Open, options: dict[str, Any], values: list[bytes]) -> None:
     publisher = opened(max_age=NEVER, **options)

@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -77,6 +77,15 @@ def test_threads_share_a_publisher(platform: EventSQL) -> None:
         for done in [executor.submit(publish, thread) for thread in range(6)]:
             done.result()
     assert len(published(platform)) == 6 * 10 * 6
+
+
+def test_a_batch_whose_topic_has_to_be_looked_up_needs_one_connection(platform: EventSQL) -> None:
+    """If it kept one while it asks for another, as many batches as there are connections would wait for each other."""
+    with ExitStack() as others:
+        for _ in range(int(platform.database.most_connections) - 1):
+            others.enter_context(platform.database.connection())
+        platform.registry.forget("orders")
+        assert platform.publisher.publish_all(numbered(3)) == 3
 
 
 # Nothing half-written

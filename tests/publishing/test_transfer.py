@@ -19,7 +19,7 @@ from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError, TopicNotFoundError
-from eventsql_orchestration.publishing import low_water
+from eventsql_orchestration.publishing import low_water, transfer
 from eventsql_orchestration.publishing.buffer_mover import Moved
 from eventsql_orchestration.publishing.transfer import Transfer
 from eventsql_orchestration.storage import sequences
@@ -340,24 +340,45 @@ def test_an_event_that_cannot_be_taken_from_the_buffer_is_an_error_and_not_tried
     assert values(platform) == ["1"]
 
 
-def test_the_loop_goes_on_past_a_topic_that_cannot_be_moved(
-    platform: EventSQL, transfers: Callable[..., Transfer], sessions: Sessions
+def test_the_loop_goes_on_past_a_topic_that_cannot_be_moved_and_tries_it_again(
+    platform: EventSQL, transfers: Callable[..., Transfer], session: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with sessions() as session:
-        session.execute(f"DROP TABLE eventsql.{stored('orders')} CASCADE")
+    monkeypatch.setattr(transfer, "MAX_RETRY_DELAY", 0.01)
+    log = f"eventsql.{stored('orders')}"
+    session.execute(f"ALTER TABLE {log} ADD CONSTRAINT no_seven CHECK ({none_is('value', 'seven')})")
     stop = threading.Event()
     moved: list[dict[str, int]] = []
 
     def after_a_round(counts: dict[str, int]) -> None:
         moved.append(counts)
-        if len(moved) == 2:
-            stop.set()
-        else:
+        if len(moved) == 1:
             platform.publisher.publish(Publication("payments", b"two"))
+        elif len(moved) == 2:
+            session.execute(f"ALTER TABLE {log} DROP CONSTRAINT no_seven")
+        else:
+            stop.set()
 
-    platform.publisher.publish_all([order("one"), Publication("payments", b"one")])
+    platform.publisher.publish_all([order("seven"), Publication("payments", b"one")])
     transfers().run(stop, polling_delay=0.001, on_moved=after_a_round)
-    assert moved == [{"payments": 1}, {"payments": 1}]
+    assert moved == [{"payments": 1}, {"payments": 1}, {"orders": 1}]
+
+
+def test_the_loop_looks_less_and_less_often_while_it_finds_nothing_until_it_is_woken(
+    transfers: Callable[..., Transfer],
+) -> None:
+    stop, delays = threading.Event(), list[float | None]()
+
+    class Wake(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            delays.append(timeout)
+            if len(delays) == 4:
+                self.set()
+            if len(delays) == 6:
+                stop.set()
+            return self.is_set()
+
+    transfers().run(stop, polling_delay=0.02, wake=Wake())
+    assert delays == [0.005, 0.01, 0.02, 0.02, 0.005, 0.01]
 
 
 def test_one_run_ends_though_publishers_go_on(
