@@ -424,6 +424,11 @@ def by_adoption(platform: EventSQL, claimed: Claim) -> Claim:
     return platform.claims.adopt(claimed.id, owner="successor")
 
 
+def by_its_own_adoption(platform: EventSQL, claimed: Claim) -> Claim:
+    """As of a run that was thought dead and is started again: its owner has the same name."""
+    return platform.claims.adopt(claimed.id, owner=claimed.owner)
+
+
 def registered_anew(platform: EventSQL, claimed: Claim) -> Claim:
     platform.registry.unregister_consumer("orders", "whole")
     platform.registry.register_consumer(Consumer("orders", "whole"))
@@ -433,7 +438,7 @@ def registered_anew(platform: EventSQL, claimed: Claim) -> Claim:
     return anew
 
 
-@pytest.mark.parametrize("taken_over", [after_its_lease, by_adoption, registered_anew])
+@pytest.mark.parametrize("taken_over", [after_its_lease, by_adoption, by_its_own_adoption, registered_anew])
 def test_an_owner_whose_claim_went_to_another_commits_nothing(
     platform: EventSQL, taken_over: Callable[[EventSQL, Claim], Claim]
 ) -> None:
@@ -451,7 +456,7 @@ def test_an_owner_whose_claim_went_to_another_commits_nothing(
     with pytest.raises(ClaimLostError):
         platform.claims.renew(zombie)
     assert not platform.claims.release(zombie)
-    assert "successor leases the partition" in refusal(platform)
+    assert f"{successor.owner} leases the partition" in refusal(platform)
     assert effects(platform) == []
     assert platform.claims.process(successor, write).consumed == 4
     assert effects(platform) == ids
@@ -527,6 +532,34 @@ def test_an_expired_lease_is_claimed_anew_from_the_same_offset(platform: EventSQ
 def test_a_claim_of_an_unknown_number_is_not_found(platform: EventSQL) -> None:
     with pytest.raises(ClaimNotFoundError):
         platform.claims.adopt(4711, owner="me")
+
+
+def test_a_claim_that_is_released_while_it_is_taken_over_is_not_taken_over(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(platform, 4)
+    claimed = claim(platform)
+    get = Claims.get
+
+    def get_and_release(own: Claims, claim_id: int) -> tuple[Claim, str]:
+        found = get(own, claim_id)
+        platform.claims.release(claimed)
+        return found
+
+    monkeypatch.setattr(Claims, "get", get_and_release)
+    with pytest.raises(ClaimLostError):
+        platform.claims.adopt(claimed.id, owner="another")
+    monkeypatch.undo()
+    assert claim(platform, owner="another").events == 4
+
+
+def test_a_claim_is_taken_over_from_the_owner_that_is_named_alone(platform: EventSQL) -> None:
+    fill(platform, 4)
+    claimed = claim(platform)
+    adopted = platform.claims.adopt(claimed.id, owner="one", previous="me")
+    with pytest.raises(ClaimLostError):
+        platform.claims.adopt(claimed.id, owner="two", previous="me")
+    platform.claims.renew(adopted)
 
 
 @pytest.mark.parametrize("previous", [None, "me"])
@@ -615,6 +648,11 @@ def expiry(platform: EventSQL) -> Any:
     return platform.registry.consumer("orders", "whole")[0].lease_expires_at
 
 
+def has_ended(claimed: Claim) -> bool:
+    """Whether no heartbeat of a claim runs."""
+    return all(thread.name != f"eventsql-claim-{claimed.id}" for thread in threading.enumerate())
+
+
 def test_a_heartbeat_keeps_the_claim_while_the_block_runs(platform: EventSQL, until: Until) -> None:
     fill(platform, 4)
     claimed = claim(platform, lease=60.0)
@@ -624,15 +662,19 @@ def test_a_heartbeat_keeps_the_claim_while_the_block_runs(platform: EventSQL, un
         between = expiry(platform)
         until(lambda: expiry(platform) != between)
         assert not lost.is_set()
+    until(lambda: has_ended(claimed))
     with platform.database.transaction() as connection:
         platform.claims.commit(connection, claimed)
 
 
-def test_a_heartbeat_says_when_the_claim_is_lost(platform: EventSQL) -> None:
+@pytest.mark.parametrize("committed", [False, True])
+def test_a_heartbeat_says_when_the_claim_is_lost(platform: EventSQL, *, committed: bool) -> None:
     fill(platform, 4)
     claimed = claim(platform)
+    adopted = platform.claims.adopt(claimed.id, owner="another")
+    if committed:
+        platform.claims.process(adopted, write)
     with platform.claims.heartbeat(claimed, lease=0.03) as lost:
-        platform.claims.adopt(claimed.id, owner="another")
         assert lost.wait(60)
 
 
@@ -642,7 +684,7 @@ def test_a_claim_that_its_owner_has_committed_is_not_lost(platform: EventSQL, un
     with platform.claims.heartbeat(claimed, lease=0.03) as lost:
         with platform.database.transaction() as connection:
             platform.claims.commit(connection, claimed)
-        until(lambda: all(thread.name != f"eventsql-claim-{claimed.id}" for thread in threading.enumerate()))
+        until(lambda: has_ended(claimed))
         assert not lost.is_set()
 
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
+
+from eventsql_orchestration.consuming import commit_retry
 from eventsql_orchestration.consuming.commit_retry import CommitRetry, CommitRetryLimits
 
 
@@ -42,11 +47,14 @@ def test_batches_double_after_an_isolated_event() -> None:
     assert sizes == [1, 2, 4, 6, 6]
 
 
-def test_a_full_batch_forgets_earlier_rejections() -> None:
-    state = retry()
+def test_a_full_batch_forgets_earlier_rejections(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(commit_retry, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    state = CommitRetry(CommitRetryLimits(attempts=2, seconds=60.0))
     assert state.try_again(None)
     state.committed(10)
-    assert state.try_again(None)
+    now[0] = 3_600.0
+    assert [state.try_again(None) for _ in range(2)] == [True, True]
 
 
 def test_a_batch_that_was_too_large_to_read_is_tried_again_after_some_smaller_ones() -> None:

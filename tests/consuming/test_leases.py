@@ -526,6 +526,22 @@ def test_a_handler_that_fails_because_its_lease_is_lost_is_noted_as_no_failure(
     assert (state(platform).failed_event_id, state(platform).last_event_id) == (None, 0)
 
 
+def test_a_handler_that_finds_its_lease_lost_is_not_called_again(platform: EventSQL, until: Until) -> None:
+    fill(platform, 3)
+    calls: list[int] = []
+
+    def handle(events: Sequence[Event], lease: Lease) -> None:
+        calls.append(len(events))
+        with platform.database.connection() as connection:
+            connection.execute("UPDATE eventsql.consumer SET eql_epoch = eql_epoch + 1 WHERE eql_topic = 'payments'")
+        lease.commit()
+
+    consumers = platform.shards[0].consumers
+    with consumers.start_leased("payments", "mailer", handle, lease=3_600.0, polling_delay=1e6) as consumption:
+        until(lambda: calls and consumption._idle)
+    assert calls == [3]
+
+
 # Stopping
 
 
@@ -643,9 +659,14 @@ def test_no_claim_says_how_many_events_wait_and_when_they_are_enough(platform: E
     assert (refused().waiting, refused().due_in) == (None, None)
 
 
-def test_a_cancelled_consumption_begins_nothing(platform: EventSQL) -> None:
-    cancellation = Cancellation()
-    cancellation.cancel()
+def test_a_cancelled_consumption_takes_nothing_that_it_has_given_back_and_begins_nothing(platform: EventSQL) -> None:
+    cancellation, lost, released = Cancellation(), threading.Event(), list[bool]()
+    with platform.database.transaction() as connection:
+        with cancellation.connection(connection), cancellation.lease(lost, lambda: released.append(True)):
+            pass
+        cancellation.cancel()
+        connection.execute("SELECT")
+    assert (lost.is_set(), released) == (False, [])
     with (
         platform.database.connection() as connection,
         pytest.raises(ClaimLostError, match="stopped"),

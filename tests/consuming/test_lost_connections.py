@@ -5,6 +5,7 @@ from __future__ import annotations
 import select
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 import psycopg
 import pytest
@@ -13,7 +14,7 @@ from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.consumer import ConsumerState
 from eventsql_orchestration.consuming import deliveries, failures, lost_connections, worker_pool
 from eventsql_orchestration.consuming.leases import Lease
-from eventsql_orchestration.consuming.lost_connections import FREE_LOSSES
+from eventsql_orchestration.consuming.lost_connections import FREE_LOSSES, LostConnections
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import DatabaseFullError, DatabaseUnavailableError
@@ -111,6 +112,28 @@ def test_an_event_whose_handler_ends_its_connection_fails_alone_and_names_the_ca
     assert effects(platform) == OTHERS
     (reason,) = reasons(platform)
     assert cause in reason
+
+
+def test_a_lost_connection_of_an_event_that_others_have_handled_meanwhile_is_no_failure_of_the_next(
+    platform: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    move = "UPDATE eventsql.consumer SET eql_last_event_id = %s, eql_max_attempts = 1"
+    session.execute(move, [3])
+    counts = LostConnections.counts
+
+    def handle_elsewhere(own: LostConnections, key: tuple[object, int], *named: Any) -> bool:
+        alone.append(key[1])
+        if alone == [4, 4]:
+            session.execute(move, [4])
+        return counts(own, key, *named)
+
+    alone: list[int] = []
+    monkeypatch.setattr(LostConnections, "counts", handle_elsewhere)
+    consume(platform, Losing(Connection.close), times=10)
+    assert alone == [4, 4]
+    assert effects(platform) == OTHERS[3:]
+    assert state_of(platform).last_event_id == 10
+    assert reasons(platform) == []
 
 
 def test_an_event_that_loses_its_connection_again_and_again_becomes_a_dead_letter(
