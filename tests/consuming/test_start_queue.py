@@ -14,8 +14,9 @@ from eventsql_orchestration.consumer import ConsumerState
 from eventsql_orchestration.consuming import deliveries, lost_connections, queue_consumption
 from eventsql_orchestration.consuming import failures as failure_module
 from eventsql_orchestration.consuming.cancellation import Cancellation
+from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.consuming.deliveries import OWNER
-from eventsql_orchestration.consuming.delivery import Delivery
+from eventsql_orchestration.consuming.delivery import Delivery, HandOut
 from eventsql_orchestration.consuming.lag_values import LagCause
 from eventsql_orchestration.consuming.lost_connections import FREE_LOSSES
 from eventsql_orchestration.database import Connection
@@ -97,11 +98,11 @@ def handed_out(platform: EventSQL) -> int:
         return connection.execute(held).rowcount
 
 
-def process(platform: EventSQL, *, most: int = 9) -> deliveries.Deliveries:
+def process(platform: EventSQL, *, by_key: bool = True, most: int = 9) -> deliveries.Deliveries:
     """What a process has to consume `payments` with."""
     shard = platform.shards[0]
     return deliveries.Deliveries(
-        shard.database, shard.dead_letters, "payments", "mailer", by_key=True, lease=60, most=most
+        shard.database, shard.dead_letters, "payments", "mailer", by_key=by_key, lease=60, most=most
     )  # fmt: skip
 
 
@@ -373,6 +374,31 @@ def test_a_process_that_has_acknowledged_everything_leaves_no_lease(
     assert states(platform)[0].last_event_id == ids[-1]
 
 
+def test_a_process_that_takes_up_an_offset_does_not_wait_for_ever_for_a_handler_from_before(
+    platform: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deliveries, "LOCK_SECONDS", 0.05)
+    ids, own = fill(platform, "ab"), process(platform)
+    worker = own.register("a process")
+    (delivery,) = own.hand_out(worker, -1, 1).deliveries
+    session.execute("UPDATE eventsql.consumer SET eql_last_event_id = %s WHERE eql_topic = 'payments'", ids[:1])
+    session.autocommit = False
+    own._acknowledge_in(session, delivery)
+    with pytest.raises(DatabaseBusyError):
+        own.hand_out(worker, -1, 1)
+    session.rollback()
+    assert [each.event.id for each in own.hand_out(worker, -1, 1).deliveries] == ids[1:]
+
+
+def test_a_partition_that_is_handed_out_has_no_live_claim(platform: EventSQL) -> None:
+    fill(platform, "a")
+    claim = platform.claims.claim("payments", "mailer", owner="a process that was killed", lease=1e-6)
+    assert isinstance(claim, Claim)
+    own = process(platform)
+    assert own.hand_out(own.register("a process"), -1, 1).deliveries
+    assert platform.claims.live("payments", "mailer") is None
+
+
 def test_an_offset_that_others_moved_is_taken_up(platform: EventSQL, until: Until) -> None:
     ids = fill(platform, "ab")
     seen = Seen()
@@ -474,6 +500,15 @@ def test_consumptions_with_and_without_order_exclude_each_other(platform: EventS
         until(lambda: at_rest(platform))
 
 
+def test_a_process_takes_nothing_beside_one_that_began_in_the_other_order_meanwhile(platform: EventSQL) -> None:
+    fill(platform, "aa")
+    one, other = process(platform), process(platform, by_key=False)
+    workers = one.register("one"), other.register("other")
+    assert one.hand_out(workers[0], -1, 1).deliveries
+    with pytest.raises(RedefinitionError):
+        other.hand_out(workers[1], -1, 1)
+
+
 def test_a_repartitioned_topic_is_worked_off_layout_by_layout(platform: EventSQL, until: Until) -> None:
     ids = fill(platform, "abcdefgh" * 5, "orders")
     platform.repartitioner.repartition("orders", 5)
@@ -553,6 +588,29 @@ def test_a_process_that_lost_its_lease_commits_nothing_and_begins_anew(
         halt.end()
         until(lambda: at_rest(platform))
     assert [seen.ids.count(each) for each in ids] == [2, 1, 1]
+
+
+def test_no_event_is_begun_after_the_end_of_a_lease_before_the_lease_is_renewed(
+    platform: EventSQL, until: Until, halt: Halt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    consumers = platform.shards[0].consumers
+    # Nothing causes a call for further events, which would renew the lease.
+    monkeypatch.setattr(consumers, "_listener", None)
+    monkeypatch.setattr(queue_consumption, "IDLE_POLLING", 3_600.0)
+    ids, seen = fill(platform, "aa"), Seen(halt)
+    with consumers.start_queue("payments", "mailer", seen, workers=2, lease=3_600.0, polling_delay=3_600.0) as started:
+
+        def workers_that_wait() -> int:
+            return len(started._working._waiters)  # type: ignore[attr-defined]  # its condition's
+
+        until(lambda: seen.ids and workers_that_wait() == 1)
+        # As after a pause of the machine.
+        started._lease_until = 0.0
+        halt.end()
+        until(lambda: len(kept(platform)) < 2 and workers_that_wait() == 2)
+        assert seen.ids == ids[:1]
+        started._renew()
+        until(lambda: not kept(platform))
 
 
 def test_events_of_a_failed_call_are_handed_out_again(
@@ -798,6 +856,54 @@ def test_a_failure_whose_answer_was_lost_lets_no_later_event_of_its_key_go(
             connection.execute("UPDATE eventsql.consumer_delivery SET eql_due_at = now()")
         until(lambda: at_rest(platform))
     assert seen.ids == [ids[0], *other, *ids]
+
+
+class Exchange:
+    """A lock that knows whether a thread waits for it."""
+
+    def __init__(self) -> None:
+        self.awaited = 0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self.awaited += 1
+        self._lock.acquire()
+        self.awaited -= 1
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def test_no_later_event_of_a_key_comes_while_an_earlier_one_is_given_back(
+    platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail, hand_out = deliveries.Deliveries.fail, deliveries.Deliveries.hand_out
+    exchange, later, came = Exchange(), list[int](), list[Delivery]()
+
+    def fail_while_more_come(own: deliveries.Deliveries, *arguments: Any, **named: Any) -> float:
+        later.extend(fill(platform, "a"))
+        until(lambda: exchange.awaited or came)
+        return fail(own, *arguments, **named)
+
+    def hand_out_more(own: deliveries.Deliveries, *arguments: int) -> HandOut:
+        handed = hand_out(own, *arguments)
+        came.extend(handed.deliveries if later else [])
+        return handed
+
+    monkeypatch.setattr(deliveries.Deliveries, "fail", fail_while_more_come)
+    monkeypatch.setattr(deliveries.Deliveries, "hand_out", hand_out_more)
+    failures = [ValueError("not yet")]
+
+    def handle(_event: Event) -> None:
+        if failures:
+            raise failures.pop()
+
+    seen, consumers = Seen(handle), platform.shards[0].consumers
+    with consumers.start_queue("payments", "mailer", seen, polling_delay=POLLING) as started:
+        monkeypatch.setattr(started, "_exchange", exchange)
+        ids = fill(platform, "aa")
+        until(lambda: later and at_rest(platform))
+    assert seen.ids == [ids[0], *ids, *later]
 
 
 def test_wrong_arguments_are_refused_before_anything_runs(platform: EventSQL) -> None:
