@@ -323,14 +323,17 @@ def _fail(_applied: int) -> None:
     raise RuntimeError
 
 
-def test_two_processes_do_not_rebuild_one_projection(store: Store, projections: Projections) -> None:
+def test_two_processes_do_not_rebuild_one_projection_and_none_gives_the_others_rebuild_up(
+    store: Store, projections: Projections
+) -> None:
     put(store, "1", 1, 2)
 
     class Nested(Sums):
         def apply(self, change: RecordedChange, connection: Connection) -> None:
             super().apply(change, connection)
-            with pytest.raises(ProjectionError):
-                projections.rebuild("sums")
+            for other in (projections.rebuild, projections.give_up):
+                with pytest.raises(ProjectionError):
+                    other("sums")
 
     assert Projections(store, [Nested()]).rebuild("sums") == 2
     assert sums(store) == {"1": (3, 2)}
