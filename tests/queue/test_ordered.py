@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import psycopg
 import pytest
@@ -13,7 +14,7 @@ from eventsql_orchestration.errors import MessageNotFoundError, RedefinitionErro
 from eventsql_orchestration.model import MAX_KEY_BYTES
 from eventsql_orchestration.queue import Message, NewMessage, Queue
 from eventsql_orchestration.queue.queue_table import ORDERED_KEY_BYTES
-from tests.fixtures import UntilBlocked
+from tests.fixtures import Sessions, UntilBlocked
 
 
 @pytest.fixture
@@ -183,6 +184,16 @@ def test_later_messages_wait_while_the_first_waits_for_its_retry(database: Datab
     assert (again.body, again.receives) == (b"1", 2)
 
 
+def test_later_messages_wait_while_the_first_waits_after_its_timeout(database: Database, queue: Queue) -> None:
+    queue.send(b"1", key="a")
+    queue.receive()
+    with database.transaction() as connection:
+        queue.send(b"2", key="a", connection=connection)
+    expire(database)
+    assert bodies(queue.receive(max_messages=5)) == [b"1"]
+    assert numbers(queue) == (0, 1, 0, 1)
+
+
 def test_a_delay_counts_for_a_message_that_waits_behind_another(queue: Queue) -> None:
     queue.send_all([NewMessage(b"1", key="a"), NewMessage(b"2", key="a", delay=60), NewMessage(b"1", key="b")])
     queue.send(b"2", key="b", delay=60)
@@ -192,10 +203,16 @@ def test_a_delay_counts_for_a_message_that_waits_behind_another(queue: Queue) ->
     assert queue.receive() == []
 
 
-def test_a_dead_letter_lets_the_next_message_go(database: Database) -> None:
+@pytest.mark.parametrize("parked", [False, True])
+def test_a_dead_letter_lets_the_next_message_go(database: Database, *, parked: bool) -> None:
     queue = Queue(database, "commands", ordered=True, max_receives=1)
-    queue.send_all([NewMessage(b"1", key="a"), NewMessage(b"2", key="a")])
+    queue.send(b"1", key="a")
     queue.receive()
+    if parked:
+        queue.send(b"2", key="a")
+    else:
+        with database.transaction() as connection:
+            queue.send(b"2", key="a", connection=connection)
     expire(database)
     assert bodies(queue.receive(max_messages=10)) == [b"2"]
     assert bodies(Queue(database, "commands_dead").receive()) == [b"1"]
@@ -305,6 +322,19 @@ def test_messages_of_a_transaction_keep_their_order_if_a_later_one_was_received_
     assert received == [b"1", b"2", b"3"]
 
 
+def test_a_delay_counts_for_a_message_between_two_others_of_its_key(database: Database, queue: Queue) -> None:
+    queue.definition()
+    with database.transaction() as late:
+        queue.send(b"1", key="a", connection=late)
+        queue.send(b"2", key="a", delay=60, connection=late)
+        queue.send(b"3", key="a")
+        (third,) = queue.receive()
+    assert queue.receive() == []
+    queue.acknowledge(third)
+    queue.acknowledge(queue.receive()[0])
+    assert numbers(queue) == (0, 0, 1, 0)
+
+
 @pytest.mark.parametrize("way", ["release", "fail", "in sql"])
 def test_an_earlier_message_that_commits_late_does_not_wait_for_the_retry_of_a_later_one(
     database: Database, queue: Queue, session: Connection, way: str
@@ -383,14 +413,30 @@ def test_a_sender_with_an_old_snapshot_relies_on_no_message(database: Database, 
     assert bodies(queue.receive()) == [b"2"]
 
 
+TAKE = "SELECT key FROM eventsql.take_in_order((SELECT eql_id FROM eventsql.queue), 5, 30)"
+"""What a receive executes."""
+
+
 def test_two_receivers_with_open_transactions_never_have_one_key(database: Database, queue: Queue) -> None:
     for number in range(8):
         queue.send(b"%d" % number, key="ab"[number % 2])
-    take = "SELECT key FROM eventsql.take_in_order((SELECT eql_id FROM eventsql.queue), 5, 30)"
     with database.transaction() as one, database.transaction() as two:
         two.execute("SET LOCAL lock_timeout = '5s'")
-        assert sorted(one.execute(take).fetchall()) == [("a",), ("b",)]
-        assert two.execute(take).fetchall() == []
+        assert sorted(one.execute(TAKE).fetchall()) == [("a",), ("b",)]
+        assert two.execute(TAKE).fetchall() == []
+
+
+def test_no_receiver_gets_a_key_beside_another_that_did_not_see_its_earlier_message(
+    database: Database, queue: Queue
+) -> None:
+    queue.definition()
+    with database.transaction() as receiver:
+        with database.transaction() as late:
+            queue.send(b"early id", key="a", connection=late)
+            queue.send(b"late id", key="a")
+            assert receiver.execute(TAKE).fetchall() == [("a",)]
+        assert queue.receive() == []
+    assert queue.receive() == []
 
 
 def test_a_receiver_that_parks_messages_beside_an_open_acknowledgement_strands_none(
@@ -445,6 +491,34 @@ def test_purging_leaves_a_queue_that_works(queue: Queue) -> None:
         queue.acknowledge(held)
     queue.send(b"new", key="a")
     assert bodies(queue.receive()) == [b"new"]
+
+
+def test_purging_leaves_messages_that_are_sent_meanwhile(queue: Queue, session: Connection) -> None:
+    queue.send_all([b"1", b"2"])
+    session.execute(
+        "CREATE FUNCTION public.answer() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
+        "IF OLD.eql_body <> 'new' THEN PERFORM eventsql.queue_send('commands', 'new'); END IF; RETURN NULL; END $$; "
+        "CREATE TRIGGER answer AFTER DELETE ON eventsql.queue_message FOR EACH ROW EXECUTE FUNCTION public.answer()"
+    )
+    assert queue.purge() == 2
+    assert bodies(queue.receive(max_messages=5)) == [b"new", b"new"]
+
+
+def test_purging_leaves_a_message_that_a_worker_receives_meanwhile_to_it(
+    queue: Queue, sessions: Sessions, until_blocked: UntilBlocked
+) -> None:
+    queue.send_all([NewMessage(b"1", key="a"), NewMessage(b"2", key="a")])
+    (first,) = queue.receive()
+    worker = sessions()
+    worker.execute("SELECT eventsql.queue_acknowledge('commands', %s, %s)", [first.id, first.receipt])
+    assert worker.execute("SELECT FROM eventsql.queue_receive('commands')").rowcount == 1
+    with ThreadPoolExecutor(1) as executor:
+        # It waits to bring the second message into sight.
+        purging = executor.submit(queue.purge)
+        until_blocked()
+        worker.commit()
+        assert purging.result() == 0
+    assert queue.receive() == []
 
 
 @pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
