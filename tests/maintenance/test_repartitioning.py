@@ -130,7 +130,9 @@ def test_buffered_events_enter_the_log_before_the_change(platform: EventSQL, ord
     assert platform.buffered() == {}
 
 
-def test_a_consumer_waits_for_all_of_its_partitions_at_the_change(platform: EventSQL, orders: Orders) -> None:
+def test_a_consumer_waits_for_all_of_its_partitions_at_the_change(
+    platform: EventSQL, orders: Orders, session: Connection
+) -> None:
     orders.publish()
     changed = platform.repartitioner.repartition("orders", 4)
     assert changed is not None
@@ -151,6 +153,17 @@ def test_a_consumer_waits_for_all_of_its_partitions_at_the_change(platform: Even
     assert sum(entry.events for entry in lag.values()) == sum(orders.published.values()) - sum(
         map(len, orders.handled.values())
     )
+    session.execute(
+        "UPDATE eventsql.consumer SET eql_lease_owner = 'a run', eql_lease_expires_at = now() + interval '1 hour' "
+        "WHERE eql_partition = 0"
+    )
+    while platform.consumers.consume_once("orders", "mailer", orders.handle, partition=2):
+        pass
+    layouts = platform.shards[0].layouts
+    assert not layouts.settle("orders", "mailer").entered
+    session.execute("UPDATE eventsql.consumer SET eql_lease_owner = NULL, eql_lease_expires_at = NULL")
+    assert layouts.settle("orders", "mailer").entered
+    assert {state.last_event_id for state in platform.registry.consumer("orders", "mailer")} == {changed.after}
     orders.consume()
     orders.check()
     assert platform.layouts.unsettled("orders") == {}
