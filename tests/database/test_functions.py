@@ -68,6 +68,18 @@ def test_a_function_has_one_definition() -> None:
     assert [name for name, text in REVISIONS.items() if re.search(r"CREATE (OR REPLACE )?FUNCTION", text)] == []
 
 
+def test_each_function_finds_the_systems_names_in_any_session(session: Connection) -> None:
+    found = session.execute(
+        "SELECT proname FROM pg_proc WHERE pronamespace = 'eventsql'::regnamespace "
+        # The server resolved the names of such a body when the function was made.
+        "AND prosqlbody IS NULL AND 'search_path=pg_catalog, pg_temp' = ANY (proconfig) IS NOT TRUE"
+    ).fetchall()
+    # These name their schemas, or name nothing.
+    assert {name for (name,) in found} == {
+        "check_publication", "keep_published_block", "partition_of_key", "publish_anywhere",
+    }  # fmt: skip
+
+
 def test_an_upgrade_replaces_the_functions_of_each_file_that_changed_since(fresh: str) -> None:
     before = "0040"
     upgrade(fresh, before)
