@@ -54,6 +54,13 @@ def test_metadata_as_the_database_sends_it_is_looked_into() -> None:
     assert not EventFilter(metadata={"x": "2"}).matches(sent)
 
 
+def test_metadata_with_more_levels_than_any_python_reads_are_one_text() -> None:
+    deep = '{"x": ' * 1_000_000 + "1" + "}" * 1_000_000
+    sent = Event("orders", 1, -1, None, b"", 0, 0, deep)
+    assert sent.metadata == {"eventsql_unreadable": deep}
+    assert not EventFilter(metadata={"x": "1"}).matches(sent)
+
+
 @given(
     keys=st.none() | st.frozensets(text, min_size=1),
     prefix=st.none() | text.filter(bool),

@@ -62,9 +62,7 @@ def test_a_message_needs_neither_a_key_nor_metadata_nor_a_body(queue: Queue) -> 
     assert (message.body, message.key, message.metadata) == (b"", None, {})
 
 
-@pytest.mark.parametrize(
-    "metadata", ['{"digits": ' + "1" * 5_000 + "}", '{"deep": ' * 1_500 + "1" + "}" * 1_500, "[1]"]
-)
+@pytest.mark.parametrize("metadata", ['{"digits": ' + "1" * 5_000 + "}", "[1]"])
 def test_metadata_that_another_program_wrote_hold_up_no_message(
     database: Database, queue: Queue, metadata: str
 ) -> None:

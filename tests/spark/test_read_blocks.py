@@ -105,14 +105,14 @@ def test_metadata_that_another_program_writes_stops_no_read(
         "INSERT INTO eventsql.event_buffer (eql_topic, eql_partition, eql_value, eql_metadata) "
         "SELECT topic, 0, ''::bytea, m::json "
         "FROM (VALUES ('rows'), ('blocks')) topics (topic), "
-        r"""(VALUES ('{"a": "\ud800b", "\udc00": "é"}'), ('{"c": [1]}'), ('null'), ('[1]'), (%s), (%s)) t (m)""",
-        ['{"digits": ' + "1" * 5_000 + "}", '{"deep": ' * 1_500 + "1" + "}" * 1_500],
+        r"""(VALUES ('{"a": "\ud800b", "\udc00": "é"}'), ('{"c": [1]}'), ('null'), ('[1]'), (%s)) t (m)""",
+        ['{"digits": ' + "1" * 5_000 + "}"],
     )
     end = platform.reader.end("rows")
     platform.transfer.run_once()
     for form in ("rows", "blocks"):
-        found = read(form, OffsetRange(form, -1, end, end + 6), ["headers"])["headers"].to_pylist()
-        assert sorted(map(str, found)) == [*["None"] * 4, "[('a', '?b'), ('?', 'é')]", "[('c', '[1]')]"]
+        found = read(form, OffsetRange(form, -1, end, end + 5), ["headers"])["headers"].to_pylist()
+        assert sorted(map(str, found)) == [*["None"] * 3, "[('a', '?b'), ('?', 'é')]", "[('c', '[1]')]"]
 
 
 def test_a_cut_array_is_refused(session: Connection, read: Read) -> None:
