@@ -252,7 +252,7 @@ def test_a_broken_block_keeps_its_partition_in_its_window_and_nothing_else(
 def test_a_largest_block_that_cannot_be_read_keeps_its_partition_in_its_window_and_nothing_else(
     platform: EventSQL, session: Connection, caplog: pytest.LogCaptureFixture
 ) -> None:
-    platform.registry.register_topic(Topic("orders", 2, compression="none"))
+    platform.registry.register_topic(Topic("orders", 2, storage="blocks", compression="none"))
     for each in range(100):
         value = os.urandom(9_000 if each == 0 else 3_000)
         platform.publisher.publish(Publication("orders", value, partition=each % 2))
@@ -275,14 +275,14 @@ def test_a_largest_block_that_cannot_be_read_keeps_its_partition_in_its_window_a
 def test_full_blocks_are_left_alone_however_small_they_are_on_the_disk(
     platform: EventSQL, fields: dict[str, Any]
 ) -> None:
-    platform.registry.register_topic(Topic("orders", compression="pglz"))
+    platform.registry.register_topic(Topic("orders", storage="blocks", compression="pglz"))
     platform.publisher.publish_all([Publication("orders", **fields)] * 60)
     platform.transfer.run_once()
     assert (platform.compactor.plan("orders").blocks, platform.compactor.execute("orders").blocks) == (0, 0)
 
 
 def test_small_blocks_are_merged_however_well_they_are_compressed(platform: EventSQL, session: Connection) -> None:
-    platform.registry.register_topic(Topic("orders", compression="pglz"))
+    platform.registry.register_topic(Topic("orders", storage="blocks", compression="pglz"))
     for _ in range(60):
         platform.publisher.publish(Publication("orders", b"\0" * 10_000))
         platform.transfer.run_once()
@@ -408,7 +408,7 @@ def test_a_segment_that_an_erasure_has_made_larger_is_rewritten_by_the_same_proc
         (segments, "SEGMENT_EVENTS", 60), (log_room, "ROOM_CHECK", 1),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
-    platform.registry.register_topic(Topic("orders", compression="none"))
+    platform.registry.register_topic(Topic("orders", storage="blocks", compression="none"))
     for each in range(70):
         platform.publisher.publish(Publication("orders", os.urandom(3_000), key=f"k{each % 2}"))
         platform.transfer.run_once()

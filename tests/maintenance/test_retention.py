@@ -204,7 +204,7 @@ def test_a_look_changes_nothing(platform: EventSQL) -> None:
 
 def test_topics_without_a_retention_cost_no_sessions(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(3):
-        platform.registry.register_topic(Topic(f"orders_{number}"))
+        platform.registry.register_topic(Topic(f"orders_{number}", storage="blocks"))
     opened, dedicated = list[Database](), Database.dedicated
 
     def open_session(self: Database) -> Connection:
