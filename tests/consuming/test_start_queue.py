@@ -285,9 +285,12 @@ def test_spent_attempts_make_a_dead_letter_and_the_key_goes_on(platform: EventSQ
     assert (letter.consumer, letter.key, letter.value) == ("mailer", "a", b"a")
 
 
+@pytest.mark.parametrize("refused", [False, True], ids=["no topic", "no letter of the factory"])
 def test_without_dead_letters_a_spent_event_holds_up_its_key_until_the_consumer_is_resumed(
-    platform: EventSQL, until: Until
+    platform: EventSQL, until: Until, *, refused: bool
 ) -> None:
+    if refused:
+        platform.dead_letters.configure(lambda _event, _cause: None)
     ids = fill(platform, "aba")
     mended = threading.Event()
 
@@ -303,7 +306,7 @@ def test_without_dead_letters_a_spent_event_holds_up_its_key_until_the_consumer_
         mended.set()
         platform.registry.resume("payments", "mailer")
         until(lambda: at_rest(platform))
-    assert seen.ids.count(ids[2]) == 1
+    assert [seen.ids.count(each) for each in ids] == [4, 1, 1]
 
 
 def test_a_topic_for_dead_letters_takes_a_spent_event_later(platform: EventSQL, until: Until) -> None:
