@@ -333,6 +333,20 @@ def test_events_that_a_filter_leaves_out_are_passed(platform: EventSQL, until: U
     assert states(platform)[0].last_event_id == ids[-1]
 
 
+def test_unhandled_events_that_a_new_filter_leaves_out_are_passed_too(platform: EventSQL) -> None:
+    ids, own = fill(platform, "ab"), process(platform)
+    leaving = own.register("a process that leaves")
+    own.hand_out(leaving, -1, 9)
+    own.leave(leaving)
+    platform.registry.register_consumer(Consumer("payments", "mailer"), filter=EventFilter(keys=frozenset({"b"})))
+    worker = own.register("a process")
+    handed = own.hand_out(worker, -1, 9).deliveries
+    assert [each.event.id for each in handed] == ids[1:]
+    own.acknowledge(handed)
+    own.move_offset(worker, -1)
+    assert at_rest(platform)
+
+
 def test_a_partly_acknowledged_partition_is_not_consumed_in_another_way(
     platform: EventSQL, until: Until, halt: Halt
 ) -> None:
