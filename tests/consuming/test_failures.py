@@ -31,6 +31,7 @@ from eventsql_orchestration.consuming.dead_letter_values import DeadLetterCause,
 from eventsql_orchestration.consuming.handlers import BatchHandler
 from eventsql_orchestration.consuming.lag import LagCause
 from eventsql_orchestration.database import Connection
+from eventsql_orchestration.database.notifications import LOG
 from eventsql_orchestration.errors import (
     ClaimLostError,
     ConsumptionError,
@@ -911,6 +912,16 @@ def test_a_connection_that_is_lost_while_a_dead_letter_is_made_costs_nothing(pla
     assert (state_of(platform).last_event_id, state_of(platform).attempts) == (0, 0)
     platform.dead_letters.configure(None)
     assert consume(platform, Broken(4)) == 4
+
+
+def test_the_events_behind_a_dead_letter_wait_for_no_notification(platform: EventSQL, until: Until) -> None:
+    platform.registry.register_topic(Topic("orders_dlt"))
+    platform.registry.register_consumer(Consumer("orders", "mailer"), max_attempts=1)
+    unsubscribe = platform.listener.subscribe(LOG, "orders", lambda: None)
+    until(lambda: platform.listener.listening)
+    with platform.consumers.start_batch("orders", "mailer", Broken(4), polling_delay=1e6):
+        until(lambda: state_of(platform).last_event_id == 10)
+    unsubscribe()
 
 
 def test_a_consumption_outlives_a_factory_that_fails(platform: EventSQL, until: Until) -> None:
