@@ -24,6 +24,7 @@ from eventsql_orchestration.errors import (
 )
 from eventsql_orchestration.publishing.buffer_limits import BufferLimits
 from eventsql_orchestration.publishing.lanes import Lanes
+from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.topics.partitioner import partition_of_key
 from tests.forms import none_is, stored
 from tests.publishing.conftest import published
@@ -529,17 +530,22 @@ def test_acknowledgements_are_waited_for_by_any_number_of_threads_and_tell_their
     assert heard == [done, pending, pending]
 
 
-def test_an_acknowledgement_that_comes_during_a_wait_or_a_registration_is_heard(opened: Open) -> None:
-    publisher = opened(max_events=1)
+def test_an_acknowledgement_that_comes_in_the_moment_when_somebody_begins_to_wait_is_heard(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher, own_lock = opened(max_age=NEVER), Acknowledgement._own_lock
+
+    def commit_first(acknowledgement: Acknowledgement) -> threading.Lock:
+        publisher.flush()
+        return own_lock(acknowledgement)
+
+    monkeypatch.setattr(Acknowledgement, "_own_lock", commit_first)
     heard: list[Acknowledgement] = []
-    for number in range(300):
-        acknowledgement = publisher.publish(order(b""))
-        if number % 2 == 0:
-            acknowledgement.add_done_callback(heard.append)
-        else:
-            acknowledgement.result(PATIENCE)
-    publisher.flush()
-    assert len(heard) == 150
+    publisher.publish(order(b"")).add_done_callback(heard.append)
+    assert len(heard) == 1
+    waiting = start_thread("waiting", publisher.publish(order(b"")).result)
+    waiting.join(PATIENCE)
+    assert not waiting.is_alive()
 
 
 def test_an_acknowledgement_raises_the_same_error_each_time(opened: Open, sessions: Sessions) -> None:
