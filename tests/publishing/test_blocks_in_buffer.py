@@ -12,7 +12,7 @@ import pytest
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.errors import RedefinitionError, StuckEventError
 from eventsql_orchestration.model import BLOCKS, ROWS
-from eventsql_orchestration.publishing import batches, log_writer
+from eventsql_orchestration.publishing import batch_sizes, batches, log_writer
 from eventsql_orchestration.publishing.batches import LEAST_IN_BLOCK
 from eventsql_orchestration.storage.appending import BufferedBatch, LogAppender, TopicState
 from tests.fixtures import Sessions
@@ -139,8 +139,11 @@ def test_a_topic_that_was_redefined_gets_no_block_by_its_old_definition(
 # Its place
 
 
-@pytest.mark.parametrize("limit", [1, 2, 3, 7, 10_000])
-def test_any_batch_of_the_transfer_keeps_the_order(platform: EventSQL, sessions: Sessions, limit: int) -> None:
+@pytest.mark.parametrize(("limit", "seconds"), [*((limit, 3_600.0) for limit in (1, 2, 3, 7, 10_000)), (10_000, -1.0)])
+def test_any_batch_of_the_transfer_keeps_the_order(
+    platform: EventSQL, sessions: Sessions, monkeypatch: pytest.MonkeyPatch, limit: int, seconds: float
+) -> None:
+    monkeypatch.setattr(batch_sizes, "BATCH_SECONDS", seconds)
     for first in range(0, 5 * MANY, MANY):
         publish(platform, sessions, numbered(first, MANY - 3, keys=2))
         for number in range(first + MANY - 3, first + MANY):
