@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -513,13 +513,14 @@ def test_staged_events_that_are_published_meanwhile_are_erased(
     assert {each.key: each.erased for each in events(platform)} == {"ann": True, "bob": False}
 
 
+@pytest.mark.parametrize("held", ["orders", "orders_dlt"])
 def test_two_erasures_of_a_topic_exclude_each_other(
-    platform: EventSQL, form: Storage, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+    platform: EventSQL, form: Storage, sessions: Sessions, monkeypatch: pytest.MonkeyPatch, held: str
 ) -> None:
     monkeypatch.setattr(erasure, "RETRY_SECONDS", 0.0)
     publish(platform, "ann")
     holder = sessions()
-    holder.execute("SELECT pg_advisory_xact_lock(hashtextextended('eventsql.orders', 6074603))")
+    holder.execute("SELECT pg_advisory_xact_lock(hashtextextended(%s, 6074603))", [f"eventsql.{held}"])
     with pytest.raises(DatabaseBusyError):
         platform.eraser.execute("orders", ["ann"])
     holder.commit()
@@ -746,12 +747,15 @@ def test_old_records_are_pruned_by_retention(platform: EventSQL) -> None:
     assert [each.key_digest for each in platform.eraser.records()] == [digest_of("bob")]
 
 
+@pytest.mark.parametrize("meanwhile", [False, True])
 def test_a_segment_that_retention_has_detached_is_waited_for(
-    platform: EventSQL, form: Storage, monkeypatch: pytest.MonkeyPatch
+    platform: EventSQL, form: Storage, monkeypatch: pytest.MonkeyPatch, *, meanwhile: bool
 ) -> None:
     publish(platform, "ann")
     platform.transfer.run_once()
-    monkeypatch.setattr(LogEraser, "leaving", lambda *_: ["orders_segment_0"])
+    # Of the topic and of its dead letters, before the erasure.
+    looks: Iterator[list[str]] = iter([[], []] if meanwhile else [])
+    monkeypatch.setattr(LogEraser, "leaving", lambda *_: next(looks, ["orders_segment_0"]))
     monkeypatch.setattr(erasure, "RETRY_SECONDS", 0.0)
     with pytest.raises(DatabaseBusyError):
         platform.eraser.execute("orders", ["ann"])
