@@ -111,14 +111,17 @@ def test_a_topic_without_events_and_consumers_may_change_its_partitions(platform
     assert platform.reader.count("orders") == 3
 
 
-def test_a_topic_that_has_changed_its_partitions_is_a_new_topic(platform: EventSQL) -> None:
+def test_a_topic_that_has_changed_its_partitions_is_a_new_topic(platform: EventSQL, session: Connection) -> None:
     platform.registry.register_topic(Topic("orders"))
-    first = platform.registry.topic("orders").created_at
+    session.execute("INSERT INTO eventsql.shard_fence VALUES (1, 'orders', 9)")
+    first = platform.registry.topic("orders")
     platform.registry.register_topic(Topic("orders", 3))
-    second = platform.registry.topic("orders").created_at
-    assert first is not None
-    assert second is not None
-    assert first < second
+    second = platform.registry.topic("orders")
+    assert first.created_at is not None
+    assert second.created_at is not None
+    assert first.created_at < second.created_at
+    assert second.layout > first.layout
+    assert session.execute("SELECT FROM eventsql.shard_fence").rowcount == 0
 
 
 @pytest.mark.parametrize("what", ["log", "buffer", "consumer"])
@@ -234,8 +237,9 @@ def test_a_deleted_topic_leaves_nothing_to_one_of_its_name(platform: EventSQL) -
 
 
 def test_deleting_a_topic_waits_for_its_transfer_and_its_consumption(
-    platform: EventSQL, sessions: Sessions, until_blocked: UntilBlocked
+    platform: EventSQL, sessions: Sessions, session: Connection, until_blocked: UntilBlocked
 ) -> None:
+    session.execute("SET lock_timeout TO '5s'")
     platform.registry.register_topic(Topic("orders"))
     platform.registry.register_consumer(Consumer("orders", "mailer"))
     for lock in ("event_buffer_lock", "consumer"):
@@ -245,6 +249,9 @@ def test_deleting_a_topic_waits_for_its_transfer_and_its_consumption(
             deleted = executor.submit(platform.registry.unregister_topic, "orders", force=True)
             until_blocked()
             assert not deleted.done()
+            # Readers and publishers do not wait.
+            session.execute("SELECT FROM eventsql.orders_event")
+            session.execute("SELECT eventsql.publish('orders', NULL, 'x')")
             holder.rollback()
             deleted.result()
         platform.registry.register_topic(Topic("orders"))
