@@ -10,6 +10,7 @@ import psycopg
 import pytest
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
+from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import RedefinitionError, StuckEventError
 from eventsql_orchestration.model import BLOCKS, ROWS
 from eventsql_orchestration.publishing import batch_sizes, batches, log_writer
@@ -305,6 +306,18 @@ def test_a_damaged_block_stops_its_topic_and_loses_nothing(platform: EventSQL, s
         session.commit()
     platform.transfer.run_once()
     check(platform, range(MANY + 2))
+
+
+@pytest.mark.parametrize("damage", ["eql_events = eql_events + 1", "eql_block_partition = 9"])
+def test_a_damaged_block_enters_no_log_that_was_altered_to_rows(
+    platform: EventSQL, sessions: Sessions, session: Connection, damage: str
+) -> None:
+    publish(platform, sessions, numbered(0))
+    assert platform.registry.set_storage("orders", ROWS)
+    session.execute(f"UPDATE eventsql.event_buffer SET {damage}".encode())
+    with pytest.raises(StuckEventError):
+        platform.transfer.run_once()
+    check(platform, range(0))
 
 
 def test_a_row_that_is_neither_event_nor_block_stops_its_topic(platform: EventSQL, sessions: Sessions) -> None:
