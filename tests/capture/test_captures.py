@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import psycopg
 import pytest
@@ -498,6 +499,20 @@ def test_row_security_that_binds_the_triggers_role_is_a_problem(orders: EventSQL
         assert orders.captures.list()[0].problem is None
     finally:
         session.execute("REASSIGN OWNED BY keeper TO CURRENT_USER; DROP OWNED BY keeper; DROP ROLE keeper")
+
+
+def test_a_capture_finds_the_columns_of_a_change_that_was_under_way(
+    platform: EventSQL, sessions: Sessions, session: Connection, until_blocked: UntilBlocked
+) -> None:
+    session.execute("CREATE TABLE orders (id integer PRIMARY KEY, note text)")
+    platform.registry.register_topic(Topic("changes"))
+    changing = sessions()
+    changing.execute("ALTER TABLE orders RENAME COLUMN note TO remark")
+    with ThreadPoolExecutor(1) as executor:
+        capturing = executor.submit(platform.capture, "orders", "changes", columns=["remark"])
+        until_blocked()
+        changing.commit()
+        assert capturing.result().columns == ("remark",)
 
 
 def test_a_capture_waits_for_writers_and_gives_up(
