@@ -282,8 +282,7 @@ class BatchRunner:
         """Move the offset past the handled events, and record the failure of the event after them."""
         locked = batch.locked
         if failed is None:
-            if batch.upto > locked.offset:
-                self._advance(connection, locked, batch.upto, events)
+            self._advance(connection, locked, batch.upto, events)
             return BatchResult(len(events), batch.upto, len(batch.events) - len(events))
 
         done = failed.index
