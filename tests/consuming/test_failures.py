@@ -894,6 +894,22 @@ def test_both_failures_are_noted_however_long_they_are(platform: EventSQL) -> No
     assert "LookupError: yyy" in failure
 
 
+def test_a_dead_letter_whose_commit_is_rejected_is_an_error_and_not_tried_without_end(
+    platform: EventSQL, session: Connection
+) -> None:
+    platform.registry.register_topic(Topic("orders_dlt"))
+    platform.registry.register_consumer(Consumer("orders", "mailer"), max_attempts=1)
+    session.execute(
+        "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE 'no letters'; END $$; "
+        "CREATE CONSTRAINT TRIGGER refuse AFTER INSERT ON eventsql.event_buffer DEFERRABLE INITIALLY DEFERRED "
+        "FOR EACH ROW EXECUTE FUNCTION refuse()"
+    )
+    with pytest.raises(psycopg.errors.RaiseException):
+        consume(platform, Broken(1))
+    session.execute("DROP FUNCTION refuse CASCADE")
+    assert consume(platform, Broken(1)) == 1
+
+
 def test_a_connection_that_is_lost_while_a_dead_letter_is_made_costs_nothing(platform: EventSQL, dsn: str) -> None:
     spent(platform)
     platform.registry.register_topic(Topic("orders_dlt"))
