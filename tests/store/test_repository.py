@@ -259,6 +259,25 @@ def test_a_connection_without_a_transaction_still_saves_all_or_nothing(
     assert orders.load("1").version == 0
 
 
+@pytest.mark.parametrize("autocommit", [True, False])
+def test_a_save_that_fails_between_its_statements_leaves_the_caller_nothing_to_commit(
+    platform: EventSQL, store: Store, sessions: Sessions, *, autocommit: bool
+) -> None:
+    class Failing(KeptOrder):
+        snapshot_every: ClassVar[int] = 1
+
+        def state(self) -> Mapping[str, Any]:
+            raise RuleBrokenError
+
+    mine, order = sessions(), Failing("1")
+    mine.autocommit = autocommit
+    order.place(["A", "B"], 100)
+    with pytest.raises(RuleBrokenError):
+        Repository(store, Failing, platform.publisher).save(order, connection=mine)
+    mine.commit()
+    assert store.load("kept_order", "1") == []
+
+
 def test_the_second_of_two_writers_that_loaded_the_same_version_conflicts(
     platform: EventSQL, orders: Repository[Order]
 ) -> None:
@@ -389,7 +408,8 @@ def test_a_snapshot_that_cannot_be_restored_is_left_out_with_a_warning(
         order.raise_price(price)
     kept_orders.save(order)
 
-    def restore(_order: KeptOrder, state: Mapping[str, Any]) -> None:
+    def restore(order: KeptOrder, state: Mapping[str, Any]) -> None:
+        order.applied = 100
         raise KeyError("colour")
 
     monkeypatch.setattr(KeptOrder, "restore", restore)
