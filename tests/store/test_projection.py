@@ -22,7 +22,7 @@ from eventsql_orchestration.store import (
     SubscriptionOptions,
 )
 from tests.fixtures import Sessions, UntilBlocked
-from tests.store.test_order import adopted, put
+from tests.store.test_order import adopted, put, restored
 from tests.store.test_repository import Order, placed
 from tests.waiting import PATIENCE
 
@@ -308,6 +308,18 @@ def test_an_interrupted_rebuild_goes_on_where_it_was(store: Store, projections: 
     assert projections.rebuild("sums", batch=2, on_progress=told.append) == 6
     assert told[0] == 6
     assert sums(store) == {"1": (15, 6)}
+
+
+def test_a_rebuild_that_was_under_way_in_a_dump_begins_anew_where_the_dump_was_adopted(
+    store: Store, projections: Projections
+) -> None:
+    put(store, "1", *range(5))
+    with pytest.raises(RuntimeError):
+        projections.rebuild("sums", batch=2, on_progress=_fail)
+    restored(store.database)
+    store.adopt()
+    assert projections.rebuild("sums") == 5
+    assert sums(store) == {"1": (10, 5)}
 
 
 def test_a_rebuild_is_given_up_without_a_trace(store: Store, projections: Projections) -> None:
