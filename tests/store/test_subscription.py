@@ -468,6 +468,18 @@ def test_a_running_subscription_is_woken_by_an_append(platform: EventSQL, until:
             seen.wait(1.0)
 
 
+def test_a_handler_may_stop_its_subscription(store: Store, until: Until) -> None:
+    def stop_after(change: RecordedChange, connection: Connection) -> None:
+        effect(change, connection)
+        assert subscription.stop()
+
+    put(store, "1", 1, 2)
+    with subscribed(store, stop_after, batch=1) as subscription:
+        subscription.start()
+        until(lambda: not subscription.running)
+    assert effects(store) == [1]
+
+
 def test_a_subscription_that_is_started_again_while_it_stops_goes_on(store: Store, until: Until) -> None:
     begun, go_on = threading.Event(), threading.Event()
 
