@@ -309,6 +309,23 @@ def test_without_dead_letters_a_spent_event_holds_up_its_key_until_the_consumer_
     assert [seen.ids.count(each) for each in ids] == [4, 1, 1]
 
 
+def test_a_dead_letter_whose_consumer_is_locked_for_too_long_is_made_later_and_costs_no_further_attempt(
+    platform: EventSQL, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deliveries, "LOCK_SECONDS", 0.05)
+    platform.registry.register_topic(Topic("payments_dlt"))
+    platform.registry.register_consumer(Consumer("payments", "mailer"), max_attempts=1)
+    ids, own, holder = fill(platform, "a"), process(platform), sessions()
+    (delivery,) = own.hand_out(own.register("a process"), -1, 1).deliveries
+    holder.execute("SELECT FROM eventsql.consumer FOR UPDATE")
+    with pytest.raises(DatabaseBusyError):
+        own.fail(delivery, ValueError("never"), counts=True, behind=[])
+    holder.rollback()
+    assert kept(platform) == ids
+    assert own.fail(delivery, ValueError("never"), counts=True, behind=[]) == 0.0
+    assert platform.transfer.run_once() == {"payments_dlt": 1}
+
+
 def test_a_topic_for_dead_letters_takes_a_spent_event_later(platform: EventSQL, until: Until) -> None:
     fill(platform, "a")
 
