@@ -21,7 +21,7 @@ from eventsql_orchestration.cli.backfill_output import (
     summary_of,
 )
 from eventsql_orchestration.cli.context import CliContext, open_platform
-from eventsql_orchestration.cli.output import picked, say, show_list
+from eventsql_orchestration.cli.output import say
 from eventsql_orchestration.cli.parameters import (
     CONSUMER,
     FILE,
@@ -38,6 +38,7 @@ from eventsql_orchestration.cli.parameters import (
     leave_out,
     option,
 )
+from eventsql_orchestration.cli.tables import picked, show_list
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.errors import DatabaseBusyError, PartitionLeasedError, RegistryError
 from eventsql_orchestration.orchestration.backfills.driver import BackfillDriver

@@ -8,18 +8,8 @@ from typing import Any, Final
 
 from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
 
-from eventsql_orchestration.cli.output import (
-    Columns,
-    on_shard,
-    partition_name,
-    picked,
-    progress_bar,
-    same,
-    say,
-    show_fields,
-    show_items,
-    write_json,
-)
+from eventsql_orchestration.cli.output import on_shard, progress_bar, say, write_json
+from eventsql_orchestration.cli.tables import Columns, partition_name, picked, same, show_fields, show_items
 from eventsql_orchestration.orchestration.backfills.driver import BackfillDriver, DriverProgress, Outcome
 from eventsql_orchestration.orchestration.backfills.launcher import BackfillJob
 from eventsql_orchestration.orchestration.backfills.windows import (

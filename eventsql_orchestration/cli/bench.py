@@ -17,8 +17,9 @@ from eventsql_orchestration.bench.figure import Figure
 from eventsql_orchestration.bench.processes import Report
 from eventsql_orchestration.bench.table import BENCHMARKS
 from eventsql_orchestration.cli.context import CliContext, pass_context
-from eventsql_orchestration.cli.output import Columns, progress_bar, say, show_fields, show_items, write_json
+from eventsql_orchestration.cli.output import progress_bar, say, write_json
 from eventsql_orchestration.cli.parameters import Number, Whole
+from eventsql_orchestration.cli.tables import Columns, show_fields, show_items
 from eventsql_orchestration.signals import handling
 
 _LARGE: Final = 10_000_000

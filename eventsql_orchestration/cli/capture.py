@@ -11,8 +11,9 @@ from rich.progress import TimeElapsedColumn
 
 from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.output import Columns, progress_bar, same, say
+from eventsql_orchestration.cli.output import progress_bar, say
 from eventsql_orchestration.cli.parameters import AsJson, TopicName, argument, command, option
+from eventsql_orchestration.cli.tables import Columns, same
 from eventsql_orchestration.validation import counted
 
 _Table: TypeAlias = Annotated[str, argument()]

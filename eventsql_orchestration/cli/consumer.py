@@ -7,7 +7,7 @@ from typing import Annotated, Final
 import click
 
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.output import Columns, partition_of, same, say, show_fields, show_items, write_json
+from eventsql_orchestration.cli.output import say, write_json
 from eventsql_orchestration.cli.parameters import (
     PLACES,
     POSITIVE,
@@ -18,6 +18,7 @@ from eventsql_orchestration.cli.parameters import (
     command,
     option,
 )
+from eventsql_orchestration.cli.tables import Columns, partition_of, same, show_fields, show_items
 from eventsql_orchestration.consumer import EVERY_EVENT, Consumer, ConsumerState, EventFilter
 from eventsql_orchestration.consuming.lag_values import LagCause
 from eventsql_orchestration.topics.positions import Earliest, Place

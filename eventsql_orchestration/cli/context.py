@@ -13,15 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import click
 
 from eventsql_orchestration.cli import lazy
-from eventsql_orchestration.cli.output import (
-    Columns,
-    complain,
-    keep_secret,
-    on_shard,
-    picked,
-    say,
-    show_list,
-)
+from eventsql_orchestration.cli.output import complain, keep_secret, on_shard, say
+from eventsql_orchestration.cli.tables import Columns, picked, show_list
 from eventsql_orchestration.errors import ConfigurationError, EmbeddedServerError
 
 if TYPE_CHECKING:

@@ -11,21 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypedDict, Unpack
 import click
 
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.output import (
+from eventsql_orchestration.cli.output import event_object, harmless, say, write, write_json
+from eventsql_orchestration.cli.parameters import CONSUMER, POSITIVE, AsJson, TopicName, argument, command, option
+from eventsql_orchestration.cli.tables import (
     Columns,
-    event_object,
-    harmless,
     partition_name,
     partition_of,
     picked,
     same,
-    say,
     show_fields,
     show_list,
-    write,
-    write_json,
 )
-from eventsql_orchestration.cli.parameters import CONSUMER, POSITIVE, AsJson, TopicName, argument, command, option
 from eventsql_orchestration.consuming import dead_letter_values
 from eventsql_orchestration.consuming.dead_letter_values import DeadLetter, LetterFilter
 from eventsql_orchestration.validation import counted

@@ -32,8 +32,9 @@ from eventsql_orchestration.cli.doctor_database import (
 )
 from eventsql_orchestration.cli.doctor_store import projection_findings, store_findings, view_findings
 from eventsql_orchestration.cli.findings import Finding, Status, ok, problem, warning
-from eventsql_orchestration.cli.output import Columns, picked, redact, same, show_items, timestamp, write_json
+from eventsql_orchestration.cli.output import redact, timestamp, write_json
 from eventsql_orchestration.cli.parameters import AsJson, Number, command, option
+from eventsql_orchestration.cli.tables import Columns, picked, same, show_items
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.database import Queries
 from eventsql_orchestration.errors import (

@@ -13,20 +13,7 @@ import click
 
 from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.output import (
-    Columns,
-    Listing,
-    complain,
-    partition_of,
-    picked,
-    same,
-    say,
-    show,
-    stdout_is_terminal,
-    table_of,
-    write_csv,
-    write_json,
-)
+from eventsql_orchestration.cli.output import complain, say, stdout_is_terminal, write_csv, write_json
 from eventsql_orchestration.cli.parameters import (
     CONSUMER,
     AsJson,
@@ -36,6 +23,7 @@ from eventsql_orchestration.cli.parameters import (
     leave_out,
     option,
 )
+from eventsql_orchestration.cli.tables import Columns, Listing, partition_of, picked, same, show, table_of
 from eventsql_orchestration.consuming.lag_values import ConsumerLag, LagCause
 from eventsql_orchestration.errors import (
     ConsumerNotFoundError,

@@ -14,7 +14,7 @@ import click
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.failures import message_of
 from eventsql_orchestration.cli.input import StandardInput, batches, stdin_is_terminal
-from eventsql_orchestration.cli.output import Columns, bytes_field, same, say, show_fields, show_list, write_json
+from eventsql_orchestration.cli.output import bytes_field, say, write_json
 from eventsql_orchestration.cli.parameters import (
     POSITIVE,
     AsJson,
@@ -27,6 +27,7 @@ from eventsql_orchestration.cli.parameters import (
     option,
 )
 from eventsql_orchestration.cli.queue_work import check_command, work_off
+from eventsql_orchestration.cli.tables import Columns, same, show_fields, show_list
 from eventsql_orchestration.cli.topic_output import age
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.errors import EventSQLError, PartlySentError, QueueNotFoundError

@@ -8,8 +8,9 @@ from typing import Annotated, Any, TypeAlias
 import click
 
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.output import Columns, say, show_list, write
+from eventsql_orchestration.cli.output import say, write
 from eventsql_orchestration.cli.parameters import AsJson, command, option
+from eventsql_orchestration.cli.tables import Columns, show_list
 from eventsql_orchestration.database.grants import DEFAULT_PREFIX
 from eventsql_orchestration.database.roles import Roles
 

@@ -19,7 +19,8 @@ from rich.progress import Progress, SpinnerColumn, TaskID, TimeElapsedColumn
 
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.lag import lag_table, live_lag
-from eventsql_orchestration.cli.output import Columns, complain, is_quiet, same, say, show_items
+from eventsql_orchestration.cli.output import complain, is_quiet, say
+from eventsql_orchestration.cli.tables import Columns, same, show_items
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.consuming.lag_values import ConsumerLag, LagCause
 from eventsql_orchestration.errors import MissingExtraError

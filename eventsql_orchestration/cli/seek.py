@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypedDict, Unpack
 import click
 
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.output import Columns, partition_of, same, say, show_items, write_json
+from eventsql_orchestration.cli.output import say, write_json
 from eventsql_orchestration.cli.parameters import (
     AsJson,
     ConsumerName,
@@ -20,6 +20,7 @@ from eventsql_orchestration.cli.parameters import (
     executing,
     option,
 )
+from eventsql_orchestration.cli.tables import Columns, partition_of, same, show_items
 from eventsql_orchestration.topics.positions import AtOffset, AtTime, Back, Earliest, Latest, Position, ShiftBy
 
 if TYPE_CHECKING:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import click
 
 from eventsql_orchestration.cli.context import CliContext, embedded_server
-from eventsql_orchestration.cli.output import say, show_fields, write, write_json
+from eventsql_orchestration.cli.output import say, write, write_json
 from eventsql_orchestration.cli.parameters import AsJson, command
+from eventsql_orchestration.cli.tables import show_fields
 
 
 @click.group()

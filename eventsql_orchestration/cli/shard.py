@@ -10,17 +10,9 @@ from typing import Annotated, Final
 import click
 
 from eventsql_orchestration.cli.context import CliContext, pass_context
-from eventsql_orchestration.cli.output import (
-    Columns,
-    keep_secret,
-    same,
-    say,
-    show_fields,
-    show_items,
-    show_list,
-    write_json,
-)
+from eventsql_orchestration.cli.output import keep_secret, say, write_json
 from eventsql_orchestration.cli.parameters import FILE, AsJson, command, executing, option
+from eventsql_orchestration.cli.tables import Columns, same, show_fields, show_items, show_list
 from eventsql_orchestration.cli.urls import ASK, ask_for_url, urls_of_file
 from eventsql_orchestration.client.eventsql import EventSQL, ShardStatus
 from eventsql_orchestration.database import Database

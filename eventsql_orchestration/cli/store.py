@@ -18,7 +18,7 @@ import click
 from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.lag import SUBSCRIPTION_COLUMNS
-from eventsql_orchestration.cli.output import Columns, same, say, show_list, timestamp, write_lines
+from eventsql_orchestration.cli.output import say, timestamp, write_lines
 from eventsql_orchestration.cli.parameters import (
     POSITIVE,
     AsJson,
@@ -30,6 +30,7 @@ from eventsql_orchestration.cli.parameters import (
     leave_out,
     option,
 )
+from eventsql_orchestration.cli.tables import Columns, same, show_list
 from eventsql_orchestration.errors import EventSQLError
 from eventsql_orchestration.validation import check_name, counted
 

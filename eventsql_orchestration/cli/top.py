@@ -13,17 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.lag import QUEUE_COLUMNS, SAMPLES, WIDE, sparkline
-from eventsql_orchestration.cli.output import (
-    Columns,
-    partition_of,
-    same,
-    show,
-    stdout_is_terminal,
-    table_of,
-    without,
-    write_json,
-)
+from eventsql_orchestration.cli.output import stdout_is_terminal, write_json
 from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, Number, OptionalTopicName, command, option
+from eventsql_orchestration.cli.tables import Columns, partition_of, same, show, table_of, without
 from eventsql_orchestration.cli.topic_output import size
 from eventsql_orchestration.consuming.lag_values import LagCause
 from eventsql_orchestration.errors import DatabaseUnavailableError

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict, Unpack
 import click
 
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.output import Columns, say, show_list, without, write_json
+from eventsql_orchestration.cli.output import say, write_json
 from eventsql_orchestration.cli.parameters import (
     POSITIVE,
     AsJson,
@@ -19,6 +19,7 @@ from eventsql_orchestration.cli.parameters import (
     command,
     option,
 )
+from eventsql_orchestration.cli.tables import Columns, show_list, without
 from eventsql_orchestration.cli.topic_output import (
     STATISTICS,
     TOPIC,

@@ -10,16 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.output import (
-    Column,
-    Columns,
-    complain,
-    partition_of,
-    same,
-    say,
-    show_fields,
-    show_items,
-)
+from eventsql_orchestration.cli.output import complain, say
+from eventsql_orchestration.cli.tables import Column, Columns, partition_of, same, show_fields, show_items
 from eventsql_orchestration.consuming.lag_values import ConsumerLag
 from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError
 from eventsql_orchestration.model import BLOCKS, NOT_PARTITIONED, Retention, Topic

@@ -9,7 +9,7 @@ from typing import Annotated, Final
 import click
 
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.output import Columns, picked, same, say, show_fields, show_list, write_json
+from eventsql_orchestration.cli.output import say, write_json
 from eventsql_orchestration.cli.parameters import (
     FILE,
     POSITIVE,
@@ -21,6 +21,7 @@ from eventsql_orchestration.cli.parameters import (
     executing,
     option,
 )
+from eventsql_orchestration.cli.tables import Columns, picked, same, show_fields, show_list
 from eventsql_orchestration.cli.topic_output import size
 from eventsql_orchestration.errors import InputError
 from eventsql_orchestration.validation import counted

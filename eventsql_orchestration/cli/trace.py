@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.airflow_url import AirflowUrl, local_airflow
 from eventsql_orchestration.cli.context import CliContext, open_platform
-from eventsql_orchestration.cli.output import on_shard, picked, same, say, show, without, write_json
+from eventsql_orchestration.cli.output import on_shard, say, write_json
 from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, TopicName, Whole, argument, command, option
+from eventsql_orchestration.cli.tables import picked, same, show, without
 from eventsql_orchestration.errors import EventSQLError
 from eventsql_orchestration.orchestration.trace.tracer import (
     AIRFLOW,

@@ -17,7 +17,7 @@ import click
 
 from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.output import Columns, cell, picked, same, say, show_list, timestamp, write, write_json
+from eventsql_orchestration.cli.output import say, timestamp, write, write_json
 from eventsql_orchestration.cli.parameters import (
     FILE,
     POSITIVE,
@@ -30,6 +30,7 @@ from eventsql_orchestration.cli.parameters import (
     leave_out,
     option,
 )
+from eventsql_orchestration.cli.tables import Columns, cell, picked, same, show_list
 from eventsql_orchestration.cli.topic_output import age
 from eventsql_orchestration.validation import advised, check_name, counted
 

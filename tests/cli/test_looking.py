@@ -19,7 +19,8 @@ from rich.console import Console
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.cli import output, topic_output
 from eventsql_orchestration.cli.lag import _refreshes, lag_table, live_lag, sparkline
-from eventsql_orchestration.cli.output import cell, progress_bar, same, table_of
+from eventsql_orchestration.cli.output import progress_bar
+from eventsql_orchestration.cli.tables import cell, same, table_of
 from eventsql_orchestration.errors import DatabaseUnavailableError
 from eventsql_orchestration.metrics.figures import TopicFigures
 from eventsql_orchestration.shards.shard import Shard
