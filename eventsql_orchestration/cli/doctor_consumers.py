@@ -97,14 +97,13 @@ def idle_findings(shard: Shard) -> Iterator[Finding]:
 
 def retention_findings(shard: Shard) -> Iterator[Finding]:
     """Topics that keep events beyond their retention, because a consumer has not passed them."""
-    for each in shard.retention.run_once(execute=False):
-        if each.held_by is not None:
-            yield warning(
-                "retention",
-                f"topic {each.topic} keeps events beyond its retention, because {each.held_by} has not passed them",
-                f"{advised('lag --backfills', each.topic)} says why; delete a consumer that nobody runs any more: "
-                "eventsql consumer delete --help",
-            )
+    for topic, consumer in shard.retention.held().items():
+        yield warning(
+            "retention",
+            f"topic {topic} keeps events beyond its retention, because {consumer} has not passed them",
+            f"{advised('lag --backfills', topic)} says why; delete a consumer that nobody runs any more: eventsql "
+            "consumer delete --help",
+        )
 
 
 def dead_letter_findings(shard: Shard) -> Iterator[Finding]:

@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -114,6 +114,25 @@ class Retainer:
         if failed:
             raise failed[0]
         return dropped
+
+    def held(self) -> dict[str, str]:
+        """The consumer that keeps events beyond the retention, by topic. A look that waits for nobody.
+
+        A role that may read logs, but not their segments alone, sees none.
+        """
+        held: dict[str, str] = {}
+        with self._database.connection() as connection:
+            for topic in self._registry.topics():
+                if topic.retention is None:
+                    continue
+                # Retention may drop a segment, or somebody the topic, meanwhile.
+                with suppress(psycopg.errors.UndefinedTable, psycopg.errors.InsufficientPrivilege):
+                    newest = segments.newest_id(connection, self._database.schema, topic.name)
+                    for content in self._due(connection, topic, topic.retention, newest):
+                        if (consumer := self._held_by(connection, topic, content)) is not None:
+                            held[topic.name] = consumer
+                            break
+        return held
 
     def _clear_leftovers(self, detached: list[str]) -> None:
         """Clear the leftovers of deleted topics, with their segments that retention has detached."""
@@ -226,18 +245,13 @@ class Retainer:
         *, force: bool, execute: bool,
     ) -> Dropped:  # fmt: skip
         schema = self._database.schema
-        existing = segments.segments(connection, schema, topic.name) or []
-        contents = [
-            self._content(connection, topic, segment, newest) for segment in existing if segment.start <= newest
-        ]
         dropped: list[_Content] = []
         held_by = None
-        for content in _due(contents, newest, retention):
+        for content in self._due(connection, topic, retention, newest):
             # Detaching takes several transactions, and no seek may go back into the segment meanwhile. The rollback to
             # the savepoint releases the lock.
             with holder.transaction(force_rollback=True):
-                if execute:
-                    holder.execute(f"SELECT pg_catalog.pg_advisory_xact_lock({REGISTRY_LOCK})")
+                holder.execute(f"SELECT pg_catalog.pg_advisory_xact_lock({REGISTRY_LOCK})")
                 held_by = None if force else self._held_by(connection, topic, content)
                 if held_by is not None:
                     break
@@ -256,6 +270,13 @@ class Retainer:
             logger.info("topic %r keeps segments that are due: %s has not passed them", topic.name, held_by)
         events, size = sum(each.events for each in dropped), sum(each.segment.bytes for each in dropped)
         return Dropped(topic.name, len(dropped), events, size, upto, held_by)
+
+    def _due(self, connection: Connection, topic: Topic, retention: Retention, newest: int) -> list[_Content]:
+        existing = segments.segments(connection, self._database.schema, topic.name) or []
+        contents = [
+            self._content(connection, topic, segment, newest) for segment in existing if segment.start <= newest
+        ]
+        return _due(contents, newest, retention)
 
     def _simplify(self, connection: Connection, topic: Topic) -> None:
         """Give a log with rows and blocks one form again, once the last segment of the former form is gone."""

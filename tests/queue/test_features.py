@@ -381,9 +381,10 @@ def test_a_receiver_hears_of_a_message_that_comes_into_sight(
 ) -> None:
     queue, other, paused = Queue(platform, "commands", max_receives=2), Queue(platform, "commands"), threading.Event()
     queue.definition()
-    if way != "send":
-        other.send(b"x")
-        (held,) = other.receive()
+    other.send(b"x")
+    (held,) = other.receive()
+    if way == "send":
+        other.acknowledge(held)
     if way == "redrive":
         for _ in range(2):
             other.release(held)

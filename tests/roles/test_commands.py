@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 from psycopg import sql
 
-from eventsql_orchestration import EventSQL, Publication
+from eventsql_orchestration import EventSQL, Publication, Retention
 from eventsql_orchestration.cli import main
 from eventsql_orchestration.database.roles import Roles
 
@@ -38,8 +38,12 @@ OF_ALL_TOPICS = (("dlt", "list", "orders"), ("doctor",), ("roles", "list"))
 def test_a_reader_sees_events_lag_and_definitions(
     owner: EventSQL, login: Login, role: str, commands: Sequence[tuple[str, ...]]
 ) -> None:
-    owner.publisher.publish_all([Publication("orders", b"v")] * 4)
-    owner.transfer.run_once()
+    owner.registry.set_retention("orders", Retention(events=1))
+    for _ in range(2):
+        owner.publisher.publish_all([Publication("orders", b"v")] * 4)
+        owner.transfer.run_once()
+        owner.retention.run_once()
+    assert owner.retention.run_once()[0].held_by is not None
     dsn = login(role)
     for command in commands:
         result = _run(dsn, *command)
