@@ -251,7 +251,9 @@ _COMMANDS: Final = (
     _LoadedWhenCalled("logs", "Search the lines of logs.", "views"),
     _LoadedWhenCalled("trace", "Show where an event comes from."),
     _LoadedWhenCalled("backfill", "Replay a range of a topic through a consumer."),
-    _LoadedWhenCalled("store", "Look at the event store, append to it, and replay subscriptions."),
+    _LoadedWhenCalled(
+        "store", "Look at the event store, append to it, replay subscriptions, and dismiss their dead letters."
+    ),
     _LoadedWhenCalled("shard", "List shards, and add one while events flow."),
     _LoadedWhenCalled("roles", "Create, list and drop roles with the least rights for each task."),
     _LoadedWhenCalled("server", "Show, start and stop the embedded server of this directory."),
