@@ -82,7 +82,7 @@ def transaction_findings(database: Database, longer_than: float = FORGOTTEN_SECO
     for seconds, role, pid, application, state, prepared, waiting in rows:
         if prepared is None:
             place = f"in process {pid} ({application or 'no name'}, {state})"
-            end = f"call pg_terminate_backend({pid})"
+            end = f"SELECT pg_catalog.pg_terminate_backend({pid})"
         else:
             place, end = f"prepared as {prepared!r}", f"ROLLBACK PREPARED {sql.Literal(prepared).as_string()}"
         held = f"{counted(waiting, 'session')} {'waits' if waiting == 1 else 'wait'} for it, and " if waiting else ""

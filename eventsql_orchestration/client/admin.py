@@ -356,6 +356,14 @@ class ClusterRetainer:
             raise failed[0]
         return [replace(each, shard=shard.name) for shard, dropped in done for each in dropped]
 
+    def held(self) -> dict[str, str]:
+        """A consumer that keeps events beyond their retention, by topic. A look that waits for nobody.
+
+        A role that may read logs, but not their segments alone, sees none.
+        """
+        found = self._cluster.each_up(lambda shard: shard.retention.held())
+        return {topic: consumer for _, held in found for topic, consumer in held.items()}
+
     def run(self, stop: threading.Event, *, every: float = RUN_SECONDS) -> None:
         """Run once every `every` seconds until `stop` is set. Each shard has a thread, also a shard that joins."""
         running: dict[Shard, threading.Thread] = {}

@@ -116,10 +116,7 @@ class Retainer:
         return dropped
 
     def held(self) -> dict[str, str]:
-        """The consumer that keeps events beyond the retention, by topic. A look that waits for nobody.
-
-        A role that may read logs, but not their segments alone, sees none.
-        """
+        """See `ClusterRetainer.held`."""
         held: dict[str, str] = {}
         with self._database.connection() as connection:
             for topic in self._registry.topics():

@@ -351,7 +351,7 @@ def test_a_transaction_that_stays_open_is_named_with_the_statement_that_ends_it(
     run: Run, platform: EventSQL, dsn: str, until_blocked: UntilBlocked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lock = "SELECT pg_backend_pid() FROM pg_advisory_xact_lock(7)"
-    with psycopg.connect(dsn) as forgotten, psycopg.connect(dsn) as waiting, ThreadPoolExecutor() as executor:
+    with ThreadPoolExecutor() as executor, psycopg.connect(dsn) as waiting, psycopg.connect(dsn) as forgotten:
         (pid,) = forgotten.execute(lock).fetchone() or ()
         locked = executor.submit(waiting.execute, lock)
         until_blocked()

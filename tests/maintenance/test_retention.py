@@ -165,6 +165,7 @@ def test_segments_that_a_consumer_has_not_passed_are_kept(platform: EventSQL, pa
     assert dropped.segments == 0
     assert dropped.held_by is not None
     assert "slow" in dropped.held_by
+    assert platform.retention.held() == {"orders": dropped.held_by}
     consumed = consume(platform, "slow", 12)
     platform.retention.run_once()
     assert sum(lag.events for lag in platform.lag("orders")) == 50 - consumed
