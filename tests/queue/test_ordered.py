@@ -291,10 +291,8 @@ def test_a_message_that_commits_late_does_not_overlap_with_a_later_one(
     assert queue.receive(max_messages=5) == []
 
 
-@pytest.mark.parametrize("again", ["released", "expired"])
-def test_messages_of_a_transaction_keep_their_order_if_a_later_one_was_received_before(
-    database: Database, queue: Queue, again: str
-) -> None:
+def third_received_first(database: Database, queue: Queue) -> Message:
+    """Send three messages of a key, the second with a delay. The third is received before the others are committed."""
     queue.definition()
     with database.transaction() as late:
         queue.send(b"1", key="a", connection=late)
@@ -302,6 +300,14 @@ def test_messages_of_a_transaction_keep_their_order_if_a_later_one_was_received_
         queue.send(b"3", key="a")
         (third,) = queue.receive()
     assert queue.receive() == []
+    return third
+
+
+@pytest.mark.parametrize("again", ["released", "expired"])
+def test_messages_of_a_transaction_keep_their_order_if_a_later_one_was_received_before(
+    database: Database, queue: Queue, again: str
+) -> None:
+    third = third_received_first(database, queue)
     if again == "released":
         queue.release(third, delay=60)
     with database.connection() as connection:
@@ -323,13 +329,7 @@ def test_messages_of_a_transaction_keep_their_order_if_a_later_one_was_received_
 
 
 def test_a_delay_counts_for_a_message_between_two_others_of_its_key(database: Database, queue: Queue) -> None:
-    queue.definition()
-    with database.transaction() as late:
-        queue.send(b"1", key="a", connection=late)
-        queue.send(b"2", key="a", delay=60, connection=late)
-        queue.send(b"3", key="a")
-        (third,) = queue.receive()
-    assert queue.receive() == []
+    third = third_received_first(database, queue)
     queue.acknowledge(third)
     queue.acknowledge(queue.receive()[0])
     assert numbers(queue) == (0, 0, 1, 0)
