@@ -6,6 +6,7 @@ import io
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from eventsql_orchestration.cli import lazy
@@ -77,17 +78,17 @@ def table_of(
     for row in rows:
         drawn.add_row(*(lazy.Text(cell(row[name])) for name in shown))
     fewer = {name: column for name, column in columns.items() if name not in spare}
-    return Listing(drawn, least, wanted, table_of(items, fewer, right=right) if spare else None)
+    return Listing(drawn, least, wanted, partial(table_of, items, fewer, right=right) if spare else None)
 
 
 class Listing:
     """A table that is at least as wide as its numbers and the words of its texts need.
 
     In a terminal that is narrower, the terminal breaks its lines. A refreshing screen shows the left part. In a
-    terminal that is narrower than `wanted`, it is the table `narrow`, if there is one.
+    terminal that is narrower than `wanted`, it is the table that `narrow` makes, if given.
     """
 
-    def __init__(self, drawn: Table, least: int, wanted: int = 0, narrow: Listing | None = None) -> None:
+    def __init__(self, drawn: Table, least: int, wanted: int = 0, narrow: Callable[[], Listing] | None = None) -> None:
         self._drawn = drawn
         self._least = least
         self._wanted = wanted
@@ -95,7 +96,7 @@ class Listing:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
         if self._narrow is not None and options.max_width < self._wanted:
-            yield from self._narrow.__rich_console__(console, options)
+            yield from self._narrow().__rich_console__(console, options)
             return
         yield from console.render(self._drawn, options.update_width(max(options.max_width, self._least)))
 
