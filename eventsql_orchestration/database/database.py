@@ -129,7 +129,7 @@ class Database:
         `SchemaOutdatedError`, and `ClosedError` after `close`.
         """
         self.ensure_schema()
-        with self._pooled() as connection:
+        with self.pooled() as connection:
             yield connection
 
     @contextmanager
@@ -168,7 +168,7 @@ class Database:
                 yield driver
 
     def _identity(self) -> str | None:
-        with self._pooled() as connection:
+        with self.pooled() as connection:
             return identity(connection)
 
     @contextmanager
@@ -194,7 +194,8 @@ class Database:
             yield connection
 
     @contextmanager
-    def _pooled(self) -> Iterator[Connection]:
+    def pooled(self) -> Iterator[Connection]:
+        """As `connection()`, without a look at the schema, which may be missing."""
         with self.errors():
             loan = self._pool.take()
         try:

@@ -101,8 +101,8 @@ class ShardStore:
     def state(self) -> ShardState:
         """The stored state of the database; nothing is written, not even missing tables."""
         revision = self._database.revision()
-        with self._database.errors(), self._database.engine.connect() as connection:
-            return self._state(driver_connection(connection), revision)
+        with self._database.pooled() as connection:
+            return self._state(connection, revision)
 
     def _state(self, connection: Connection, revision: str | None) -> ShardState:
         (identity,) = fetch_one(connection, self._queries("identity"))

@@ -183,6 +183,23 @@ def test_an_error_of_closing_a_shard_is_raised_after_the_others_are_closed(
     broken.database.close()
 
 
+def test_a_shard_that_is_closed_while_its_state_is_read_keeps_no_connection(
+    dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, taken = ShardStore._state, list[Connection]()
+
+    def close_first(store: ShardStore, connection: Connection, revision: str | None) -> ShardState:
+        taken.append(connection)
+        shard.close()
+        return read(store, connection, revision)
+
+    monkeypatch.setattr(ShardStore, "_state", close_first)
+    with Shard(dsn, transfer=False) as shard:
+        assert shard.store.state().topics == 0
+    (connection,) = taken
+    assert connection.closed
+
+
 def test_an_erasure_on_one_of_several_shards_is_refused(databases: Databases, opened: Open) -> None:
     one, other = databases(2)
     opened(one, other).registry.register_topic(Topic("orders"))
