@@ -85,15 +85,14 @@ class Pool:
 
     def take(self) -> Loan:
         """Take a connection. `give_back` returns it. Raises `ClosedError`."""
-        # Note the count before the check whether the pool is closed. So a connection that is taken while `close` runs
-        # is closed when it is given back.
-        closings = self._closings
+        # Note the pool and the count before the check whether it is closed. So a connection that is taken while `close`
+        # runs is closed when it is given back.
+        pool, closings = self.engine.pool, self._closings
         self.check_open()
         if (spare := self._spare()) is not None:
             if is_fresh(spare.connection, spare.notes["unused_since"]):
                 return spare
             self._return_spare(spare)
-        pool = self.engine.pool
         proxied = self.engine.raw_connection()
         connection = proxied.driver_connection
         assert isinstance(connection, psycopg.Connection)
@@ -150,6 +149,12 @@ class Pool:
         if loan.connection.closed:
             loan.proxied.invalidate()
         loan.proxied.close()
+        self._returned(loan.pool, loan.closings)
+
+    def _returned(self, pool: sqlalchemy.Pool, closings: int) -> None:
+        """Call it after a connection was given back: `close` may have emptied and replaced its pool just before."""
+        if self._closings != closings:
+            pool.dispose()
 
     @contextmanager
     def alchemy(self, engine: sqlalchemy.Engine) -> Iterator[sqlalchemy.Connection]:
@@ -157,15 +162,18 @@ class Pool:
 
         `engine` is the pool's, or the pool's with options of its own. Raises `ClosedError`.
         """
-        closings = self._closings
+        pool, closings = self.engine.pool, self._closings
         self.check_open()
         self._return_spare(self._spare())
-        with engine.connect() as connection:
-            try:
-                yield connection
-            finally:
-                if self._closings != closings:
-                    connection.invalidate()
+        try:
+            with engine.connect() as connection:
+                try:
+                    yield connection
+                finally:
+                    if self._closings != closings:
+                        connection.invalidate()
+        finally:
+            self._returned(pool, closings)
 
     def check_open(self) -> None:
         """Raise `ClosedError` if it is closed."""

@@ -8,6 +8,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from decimal import Decimal
 from typing import Any
 from urllib.parse import quote
@@ -20,7 +21,7 @@ from psycopg.types.json import set_json_loads
 from psycopg.types.string import StrDumper
 
 from eventsql_orchestration import EventSQL, Publication, Topic
-from eventsql_orchestration.database import Connection, Database, sessions, tables
+from eventsql_orchestration.database import CallersConnection, Connection, Database, sessions, tables
 from eventsql_orchestration.database.connections import driver_connection
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import (
@@ -297,6 +298,18 @@ def test_a_connection_that_is_in_use_while_the_database_is_closed_is_closed_afte
         database.close()
         assert connection.execute("SELECT 1").fetchone() == (1,)
     assert connection.closed
+
+
+@pytest.mark.parametrize("use", [Database.connection, Database.core], ids=["psycopg", "sqlalchemy"])
+def test_a_connection_that_is_given_back_at_the_moment_of_a_close_is_closed(
+    database: Database, use: Callable[[Database], AbstractContextManager[CallersConnection]]
+) -> None:
+    # While another connection is in use, none is kept at hand.
+    with database.connection(), use(database) as used:
+        given = driver_connection(used)
+        # SQLAlchemy calls this after `Pool` has looked for a close, and before the connection is in the pool.
+        sqlalchemy.event.listen(database.engine, "checkin", lambda *_: database.close(), once=True)
+    assert given.closed
 
 
 def test_core_finds_the_tables_of_the_schema_by_their_qualified_names_alone(dsn: str) -> None:
