@@ -27,7 +27,7 @@ from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_o
 from eventsql_orchestration.database.sessions import read_committed, wait_at_most
 from eventsql_orchestration.errors import ClaimLostError, DatabaseBusyError, DatabaseError, RedefinitionError
 from eventsql_orchestration.model import Event, how_often
-from eventsql_orchestration.storage.erasing import FAILURE, erased_meanwhile
+from eventsql_orchestration.storage.erasing import FAILURE, copy_events, erased_meanwhile
 from eventsql_orchestration.storage.reading import LogReader
 
 logger = logging.getLogger(__name__)
@@ -284,6 +284,8 @@ class Deliveries:
             connection.execute(self._consumers("release_live_claim"), locked.key.parameters(), prepare=False)
         failure: Sequence[object] = (0, None, None)
         if standing.failed is not None:
+            # The text may quote an event. An erasure that replaces it waits until it is copied.
+            copy_events(connection, self._database.schema, self._topic)
             failed = {**own, "id": standing.failed}
             failure = fetch_first(connection, self._queries("failed"), failed, prepare=False) or failure
         noted = dict(zip(("attempts", "failure", "due_at"), failure, strict=True))

@@ -343,6 +343,8 @@ class _Run:
             found = log.read_ids(connection, name, failed[start : start + FAILURES])
             if erased := [event.id for event in found if event.erased]:
                 self._step(connection, partial(eraser.replace_failures_of_deliveries, events=erased))
+        # A process may have read a text before it was replaced, and not have written it into the consumer's row yet.
+        self._step(connection, partial(await_copies, schema=self._schema, topic=name))
 
         last = MAX_OFFSET if self._resumed else max((upto for _, upto in self._changed[name]), default=0)
         for consumer, partition, event in eraser.failures(connection):

@@ -17,6 +17,7 @@ from sqlalchemy import make_url
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.claim_values import Claim
 from eventsql_orchestration.consuming.dead_letter_values import DeadLetterCause
+from eventsql_orchestration.consuming.deliveries import Deliveries
 from eventsql_orchestration.consuming.handlers import BatchHandler
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.tables import DROPPED
@@ -370,6 +371,36 @@ def test_a_failed_delivery_that_is_noted_after_the_erasure_quotes_nothing(
 
     with platform.consumers.start_queue("orders", "mailer", erase_and_refuse, polling_delay=0.02):
         until(lambda: "consumer_delivery" in tables_with(platform, FAILURE.encode()))
+    assert tables_with(platform) == set()
+
+
+def test_a_failure_of_a_delivery_that_is_copied_to_its_consumer_meanwhile_is_not_shown_any_more(
+    platform: EventSQL, form: Storage, sessions: Sessions, until_blocked: UntilBlocked
+) -> None:
+    store(platform, "ann", attempts=5)
+    shard = platform.shards[0]
+    queue = Deliveries(shard.database, shard.dead_letters, "orders", "mailer", by_key=True, lease=60.0, most=10)
+    worker = queue.register("here")
+    (delivery,) = queue.hand_out(worker, -1, 10).deliveries
+    queue.fail(delivery, ValueError(SECRET.decode()), counts=True, behind=())
+    # The process has read the text, and has not written it yet.
+    gate = sessions()
+    gate.execute(
+        "CREATE FUNCTION wait_for_gate() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
+        "IF NEW.eql_failure IS NOT NULL THEN PERFORM pg_advisory_xact_lock(1); END IF; RETURN NEW; END $$"
+    )
+    gate.execute("CREATE TRIGGER gate BEFORE UPDATE ON eventsql.consumer FOR EACH ROW EXECUTE FUNCTION wait_for_gate()")
+    gate.commit()
+    gate.execute("SELECT pg_advisory_xact_lock(1)")
+    copying = threading.Thread(target=queue.hand_out, args=(worker, -1, 10))
+    copying.start()
+    until_blocked()
+    erasing = threading.Thread(target=platform.eraser.execute, args=("orders", ["ann"]))
+    erasing.start()
+    until_blocked(2)
+    gate.commit()
+    copying.join()
+    erasing.join()
     assert tables_with(platform) == set()
 
 
