@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -48,16 +48,13 @@ _ORDERS: Final[dict[str, Callable[[Any], Any]]] = {
 
 _FORMATS: Final = ("table", "json", "csv")
 
-SAMPLES: Final = 20
+SAMPLES: Final = 12
 """Refreshes that a trend shows."""
 
 _BARS: Final = "▁▂▃▄▅▆▇█"
 
-WIDE: Final = 110
-"""The least width of a terminal that shows all columns of a refreshing table."""
-
-_ONLY_WIDE: Final = ("offset", "end", "buffered")
-"""Columns of the lag that a narrow terminal leaves out, so that names stay whole."""
+_SPARE: Final = ("offset", "end", "buffered")
+"""Columns that a narrow terminal leaves out, so that names stay whole."""
 
 
 @command(short_help="Show how far consumers are behind, and why.")
@@ -115,7 +112,7 @@ def lag(
         else:
             with lazy.Live(console=lazy.Console(), auto_refresh=False) as live:
                 for shown in _refreshes(rows, interval):
-                    live.update(trend.table(shown, live.console.width), refresh=True)
+                    live.update(trend.table(shown), refresh=True)
 
 
 def _found(every: list[ConsumerLag], topic: str | None, consumer: str | None, *, backfills: bool) -> list[ConsumerLag]:
@@ -197,20 +194,19 @@ class _Trend:
         for row in rows:
             self._events.setdefault(_row(row), deque(maxlen=SAMPLES)).append(row.events)
 
-    def table(self, rows: list[Any], width: int) -> Listing:
-        samples = SAMPLES if width >= WIDE else SAMPLES // 2
-        trend: Columns = {"trend": lambda row: sparkline([*self._events[_row(row)]][-samples:])}
-        return table_of(rows, {**_fitting(self._columns, width), **trend})
+    def table(self, rows: list[Any]) -> Listing:
+        columns: Columns = {**self._columns, "trend": lambda row: sparkline(self._events[_row(row)])}
+        return table_of(rows, columns, spare=_SPARE)
 
 
 def _row(each: Any) -> object:
     return each.topic, each.consumer, getattr(each, "partition", None), getattr(each, "shard", None)
 
 
-def sparkline(numbers: Sequence[float]) -> str:
-    """Numbers as bars between 0 and the largest."""
+def sparkline(numbers: Collection[float]) -> str:
+    """Numbers as bars between 0 and the largest, as wide as `SAMPLES` of them: a column keeps its width."""
     most = max(numbers, default=0) or 1
-    return "".join(_BARS[round(number / most * (len(_BARS) - 1))] for number in numbers)
+    return "".join(_BARS[round(number / most * (len(_BARS) - 1))] for number in numbers).rjust(SAMPLES)
 
 
 def _show(context: CliContext, rows: list[Any], form: str, *, totals: bool, refresh: int | None = None) -> None:
@@ -298,13 +294,9 @@ _LAG: Final[Columns] = {
 }  # fmt: skip
 
 
-def _fitting(columns: Columns, width: int) -> Columns:
-    return {name: each for name, each in columns.items() if width >= WIDE or name not in _ONLY_WIDE}
-
-
-def lag_table(lags: list[ConsumerLag], *, width: int = WIDE) -> Listing:
-    """A table of the lag for people, with a row for each consumer partition, on a terminal of `width` columns."""
-    return table_of(lags, _fitting(_LAG, width), spare=_ONLY_WIDE)
+def lag_table(lags: list[ConsumerLag]) -> Listing:
+    """A table of the lag for people, with a row for each consumer partition."""
+    return table_of(lags, _LAG, spare=_SPARE)
 
 
 def live_lag(console: Console) -> Live:

@@ -281,7 +281,7 @@ def serve(
             try:
                 context.keep_embedded()
                 keep_spark()
-                live.update(lag_table(without_backfills(platform.lag()), width=console.width))
+                live.update(lag_table(without_backfills(platform.lag())))
                 simulations.next()
                 down = False
             except passing as error:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.lag import QUEUE_COLUMNS, SAMPLES, WIDE, sparkline
+from eventsql_orchestration.cli.lag import QUEUE_COLUMNS, SAMPLES, sparkline
 from eventsql_orchestration.cli.output import stdout_is_terminal, write_json
 from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, Number, OptionalTopicName, command, option
 from eventsql_orchestration.cli.tables import Columns, partition_of, same, show, table_of, without
@@ -139,7 +139,7 @@ def top(
     It refreshes until Ctrl-C. Rates are events per second since the previous refresh. Column behind counts the
     partitions with events to consume, and column why counts them by cause. Column claims counts the claims of runs, and
     the expired claims. The busiest topics and the consumers furthest behind come first. A low screen says how many rows
-    it leaves out, and a screen of less than 110 columns leaves trends out.
+    it leaves out, and a narrow screen leaves trends out.
 
     It reads what `eventsql metrics` reads: counts of long backlogs are estimates, and a role that only reads is enough.
     Without a terminal, it writes one screen below the other, with --json a line for each.
@@ -156,7 +156,7 @@ def top(
             if as_json:
                 write_json(screen.as_json(), indent=None)
             elif live is not None:
-                live.update(_drawn(screen, live.console.height, live.console.width), refresh=True)
+                live.update(_drawn(screen, live.console.height), refresh=True)
             else:
                 show(_drawn(screen, None))
             if number == refreshes:
@@ -305,12 +305,11 @@ _QUEUES: Final[Columns] = {
 }  # fmt: skip
 
 
-def _drawn(screen: Screen, height: int | None, width: int | None = None) -> RenderableType:
+def _drawn(screen: Screen, height: int | None) -> RenderableType:
     """The tables of a screen, which has a title, and a heading and a line for each table: `height` lines in all.
 
     A narrow screen has no trends, so that names stay on one line.
     """
-    trends = width is None or width >= WIDE
     parts: list[RenderableType] = [lazy.Text(_title(screen), style="bold")]
     tables = [
         (screen.topics, _TOPICS),
@@ -321,8 +320,7 @@ def _drawn(screen: Screen, height: int | None, width: int | None = None) -> Rend
     shown = [(rows, columns) for rows, columns in tables if rows]
     most = None if height is None else max(_LEAST_ROWS, (height - 1 - 3 * len(shown)) // max(1, len(shown)))
     for rows, columns in shown:
-        drawn = {name: column for name, column in columns.items() if trends or name != "trend"}
-        parts += [lazy.Text(""), table_of(rows[:most], drawn)]
+        parts += [lazy.Text(""), table_of(rows[:most], columns, spare=["trend"])]
         if most is not None and len(rows) > most:
             parts.append(lazy.Text(f"… and {len(rows) - most} more"))
     return lazy.Group(*parts)

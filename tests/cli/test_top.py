@@ -160,7 +160,7 @@ def test_a_screen_of_80_columns_leaves_names_whole(platform: EventSQL) -> None:
     for width, trends in ((80, 0), (120, 2)):
         console = Console(width=width, force_terminal=False)
         with console.capture() as capture:
-            console.print(_drawn(look._screen(), 24, width))
+            console.print(_drawn(look._screen(), 24))
         assert len(re.findall(r"^order_placed ", capture.get(), re.MULTILINE)) == 2
         assert capture.get().count("trend") == trends
 
