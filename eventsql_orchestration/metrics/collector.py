@@ -66,19 +66,11 @@ class _Counters:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """One database and its readings."""
-
-    shard: Shard
-    readings: Readings[_Counted]
-
-
 class _Families:
-    """Metrics with their samples, in the order of their first sample."""
+    """Metrics with their samples, in the order of their first sample. `shard` is the label of the next samples."""
 
-    def __init__(self, shard: str) -> None:
-        self._shard = shard
+    def __init__(self) -> None:
+        self.shard = ""
         self._families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
 
     def __iter__(self) -> Iterator[Metric]:
@@ -90,12 +82,6 @@ class _Families:
     def counter(self, name: str, text: str, value: float, **labels: str) -> None:
         self._add(CounterMetricFamily, name, text, value, labels)
 
-    def on(self, shard: str) -> _Families:
-        """The same metrics, for samples of a shard."""
-        families = _Families(shard)
-        families._families = self._families
-        return families
-
     def _add(
         self,
         kind: type[CounterMetricFamily | GaugeMetricFamily],
@@ -104,7 +90,7 @@ class _Families:
         value: float,
         labels: dict[str, str],
     ) -> None:
-        labels = {"shard": self._shard, **labels}
+        labels = {"shard": self.shard, **labels}
         family = self._families.get(name)
         if family is None:
             family = self._families[name] = kind(f"eventsql_{name}", text, labels=list(labels))
@@ -127,7 +113,7 @@ class PlatformCollector(Collector):
         self._platform = platform
         self._by_partition = partitions
         self._interval = check_seconds("interval", interval, zero=False)
-        self._sources: dict[Shard, _Source] = {}
+        self._readings: dict[Shard, Readings[_Counted]] = {}
 
     def describe(self) -> Iterable[Metric]:
         """Nothing: a registration does not read the database."""
@@ -135,35 +121,31 @@ class PlatformCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """The metrics of one scrape."""
-        sources = [self._source(shard) for shard in self._platform.shards]
-        for source in sources:
-            source.readings.begin()
+        readings = {shard: self._readings_of(shard) for shard in self._platform.shards}
+        for each in readings.values():
+            each.begin()
         deadline = time.monotonic() + PATIENCE
-        families = _Families("")
-        for source in sources:
-            reading = source.readings.latest(deadline - time.monotonic())
-            self._add(families.on(self._name(source.shard)), reading)
+        families = _Families()
+        for shard, each in readings.items():
+            reading = each.latest(deadline - time.monotonic())
+            # The only database has no label.
+            families.shard = shard.label if len(readings) > 1 else ""
+            self._add(families, reading)
         return tuple(families)
 
-    def _source(self, shard: Shard) -> _Source:
-        source = self._sources.get(shard)
-        if source is None:
-            reader, counters = FiguresReader(shard.database), _Counters()
+    def _readings_of(self, shard: Shard) -> Readings[_Counted]:
+        if shard in self._readings:
+            return self._readings[shard]
+        reader, counters = FiguresReader(shard.database), _Counters()
 
-            def read() -> _Counted:
-                if shard.name is None and len(self._platform.shards) > 1:
-                    # If this fails, the reading fails with the same error.
-                    with suppress(EventSQLError):
-                        self._platform.opened()
-                return counters.counted(reader.read())
+        def read() -> _Counted:
+            if shard.name is None and len(self._platform.shards) > 1:
+                # If this fails, the reading fails with the same error.
+                with suppress(EventSQLError):
+                    self._platform.opened()
+            return counters.counted(reader.read())
 
-            readings = Readings(str(shard.database), read, interval=self._interval)
-            source = self._sources.setdefault(shard, _Source(shard, readings))
-        return source
-
-    def _name(self, shard: Shard) -> str:
-        """The label of a database: none if it is the only database."""
-        return shard.label if len(self._platform.shards) > 1 else ""
+        return self._readings.setdefault(shard, Readings(str(shard.database), read, interval=self._interval))
 
     def _add(self, families: _Families, reading: Reading[_Counted] | None) -> None:
         counted = None if reading is None else reading.figures

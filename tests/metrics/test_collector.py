@@ -50,8 +50,8 @@ def scrape(platform: EventSQL) -> Callable[[], Scrape]:
     collector = PlatformCollector(platform)
 
     def now() -> Scrape:
-        for source in collector._sources.values():
-            source.readings._latest = None
+        for readings in collector._readings.values():
+            readings._latest = None
         return Scrape(collector)
 
     return now
@@ -383,8 +383,8 @@ def test_a_database_that_does_not_answer_is_down_for_the_scrape_and_comes_back(
     down = Scrape(collector)
     assert [(each.name, each.value) for each in down.samples] == [("eventsql_up", 0)]
     go.set()
-    (source,) = collector._sources.values()
-    assert source.readings.latest(60) is not None
+    (readings,) = collector._readings.values()
+    assert readings.latest(60) is not None
     assert Scrape(collector)("eventsql_up") == 1
 
 
