@@ -53,12 +53,9 @@ def publication_prefix(topic: str) -> bytes:
     return columns + _NULL * len(BLOCK_COLUMNS) + _length(len(name)) + name
 
 
-def log_prefix(time: int, published: int | None = None) -> bytes:
-    """The first bytes of each row that enters a log at `time`, in microseconds since 2000 in UTC.
-
-    `published` is when the events were published, `time` by default.
-    """
-    return struct.pack(">hiqiq", len(LOG_COLUMNS), 8, time if published is None else published, 8, time)
+def log_prefix(published: int, entered: int) -> bytes:
+    """The first bytes of each row of a log: when it was published and entered, in microseconds since 2000 in UTC."""
+    return struct.pack(">hiqiq", len(LOG_COLUMNS), 8, published, 8, entered)
 
 
 def size(publication: Publication) -> int:

@@ -352,7 +352,7 @@ class LogWriter:
         return []
 
     def _append_rows(self, connection: Connection, topic: str, events: Iterable[Sequence[bytes]], now: int) -> None:
-        prefix = copy_format.log_prefix(now)
+        prefix = copy_format.log_prefix(now, now)
         with self._log.copy(connection.cursor(), topic) as copy:
             copy.write(copy_format.HEADER)
             for part in events:

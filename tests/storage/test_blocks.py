@@ -62,7 +62,7 @@ def fill(platform: EventSQL, session: Connection, rng: random.Random, blocks: in
                     first = appender.draw(session, name, events, after=0)
                     encoded = block.row(first, now - 5, now)
                 else:
-                    prefix = copy_format.log_prefix(now, now - 5)
+                    prefix = copy_format.log_prefix(now - 5, now)
                     encoded = b"".join(prefix + copy_format.encode(each, partition) for each in own)
                 with appender.copy(session.cursor(), name) as copy:
                     copy.write(copy_format.HEADER + encoded + copy_format.TRAILER)

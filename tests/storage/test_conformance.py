@@ -50,7 +50,7 @@ class Log:
 
     def _rows(self, publications: Sequence[Publication], now: int, published: int) -> list[bytes]:
         if self.platform.registry.topic(TOPIC).storage == "rows":
-            prefix = copy_format.log_prefix(now, published)
+            prefix = copy_format.log_prefix(published, now)
             return [prefix + copy_format.encode(each, each.partition or 0) for each in publications]
         # Of events of one partition in a row: the tests give each event the id of its place.
         rows = []
