@@ -6,18 +6,8 @@ from builtins import list as list_of
 from collections import Counter
 
 from eventsql_orchestration.boundary import checked
-from eventsql_orchestration.consumer import ConsumerState
-from eventsql_orchestration.consuming.dead_letters import (
-    DeadLetter,
-    DeadLetterCause,
-    DeadLetterFactory,
-    DeadLetters,
-    LetterFilter,
-    RedrivePlan,
-)
-from eventsql_orchestration.database import Connection
+from eventsql_orchestration.consuming.dead_letters import DeadLetter, DeadLetterFactory, LetterFilter, RedrivePlan
 from eventsql_orchestration.errors import ShardError, ValidationError
-from eventsql_orchestration.model import Event
 from eventsql_orchestration.shards.cluster import ONE_SHARD, Cluster
 
 
@@ -47,28 +37,13 @@ class ClusterDeadLetters:
         for shard in self._cluster.shards:
             shard.dead_letters.configure(factory)
 
-    def _on(self, connection: Connection | None) -> DeadLetters:
-        shard = self._cluster.up()[0] if connection is None else self._cluster.of_connection(connection)
-        return shard.dead_letters
-
-    def topic_of(self, topic: str, connection: Connection | None = None) -> str | None:
+    def topic_of(self, topic: str) -> str | None:
         """The name of the topic's dead letter topic; None if none is registered."""
-        return self._on(connection).topic_of(topic, connection)
+        return self._cluster.up()[0].dead_letters.topic_of(topic)
 
-    def accepts(self, topic: str, connection: Connection | None = None) -> bool:
+    def accepts(self, topic: str) -> bool:
         """Whether a factory or a dead letter topic may take an event of `topic` whose attempts are spent."""
-        return self._on(connection).accepts(topic, connection)
-
-    def blocking(self, state: ConsumerState, connection: Connection | None = None) -> str | None:
-        """The reason why a partition stays at its failed event; None if the event is tried again."""
-        return self._on(connection).blocking(state, connection)
-
-    def bury(self, connection: Connection, event: Event, cause: DeadLetterCause) -> bool:
-        """Publish the dead letter of `event` in the caller's transaction; False if the factory returned None.
-
-        Raises errors of the factory and the publisher.
-        """
-        return self._on(connection).bury(connection, event, cause)
+        return self._cluster.up()[0].dead_letters.accepts(topic)
 
     def plan_redrive(
         self, topic: str, letters: LetterFilter | None = None, *, limit: int | None = None, again: bool = False

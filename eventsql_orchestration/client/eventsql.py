@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +36,6 @@ from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.shards.two_phase_coordinator import Unfinished
 from eventsql_orchestration.store.store import Store
 from eventsql_orchestration.threads import in_thread
-from eventsql_orchestration.topics.layouts import Layouts
 from eventsql_orchestration.topics.reader import Reader
 from eventsql_orchestration.validation import DEFAULT_SCHEMA
 
@@ -122,11 +121,6 @@ class EventSQL:
     def claims(self) -> Claims:
         """Claims on the only database. Raises `SingleShardError` if there are several."""
         return self._only("claims").claims
-
-    @property
-    def layouts(self) -> Layouts:
-        """The layouts of topics in the only database. Raises `SingleShardError` if there are several."""
-        return self._only("layouts").layouts
 
     @property
     def listener(self) -> Listener:
@@ -288,12 +282,6 @@ class EventSQL:
         With several shards, the sum over the shards that are up.
         """
         return self._lag.buffered()
-
-    def announce(self, topics: Iterable[str]) -> None:
-        """Notify consumers in all processes that events were moved into the logs of these topics."""
-        wanted = list(topics)
-        for shard in self.shards:
-            shard.announce(wanted)
 
     # Closing
 

@@ -61,11 +61,6 @@ class ClusterPublisher:
         for shard in self._cluster.shards:
             shard.publisher.configure_partitioner(partitioner)
 
-    @property
-    def hashes_keys(self) -> bool:
-        """Whether the key's hash chooses the partition of an event that has a key and names no partition."""
-        return self._partitioner is default_partition
-
     @checks_itself
     def partition_of(self, publication: Publication, topic: Topic | None = None) -> int:
         """The partition of a publication; `topic` is its topic, if the caller has looked it up.

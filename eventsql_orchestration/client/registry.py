@@ -117,11 +117,6 @@ class ClusterRegistry:
         """As `topic`, from memory if it was looked up within the last seconds."""
         return self._first(lambda registry: registry.cached_topic(name))
 
-    @checks_itself
-    def known(self, name: str) -> Topic | None:
-        """A topic as it was read before; None if it was not read."""
-        return next((found for each in self._cluster.shards if (found := each.registry.known(name))), None)
-
     def forget(self, name: str) -> None:
         """Read the topic again at its next use."""
         self._compared.discard(name)

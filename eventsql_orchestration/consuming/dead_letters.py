@@ -105,7 +105,7 @@ class DeadLetters:
         return self._factory is not None or self.topic_of(topic, connection) is not None
 
     def blocking(self, state: ConsumerState, connection: Connection | None = None) -> str | None:
-        """See `ClusterDeadLetters.blocking`."""
+        """The reason why a partition stays at its failed event; None if the event is tried again."""
         if not state.spent:
             return None
         if refused(state):
@@ -115,7 +115,10 @@ class DeadLetters:
         return None
 
     def bury(self, connection: Connection, event: Event, cause: DeadLetterCause) -> bool:
-        """See `ClusterDeadLetters.bury`."""
+        """Publish the dead letter of `event` in the caller's transaction; False if the factory returned None.
+
+        Raises errors of the factory and the publisher.
+        """
         # An erasure that has already passed the event would not find this copy of it.
         if erased := erased_meanwhile(connection, self._database.schema, event):
             # Message and error may quote the value, which the handler got before the erasure.

@@ -225,7 +225,7 @@ class Publisher:
 
     @property
     def hashes_keys(self) -> bool:
-        """See `ClusterPublisher.hashes_keys`."""
+        """Whether the key's hash chooses the partition of an event that has a key and names no partition."""
         return self._partitioner is default_partition
 
     @checks_itself

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.prepared.with_args(prepare)
         lambda platform: platform.publisher.publish_all([None]),
         lambda platform: platform.transfer.run_once("orders"),
         lambda platform: platform.retention.run_once("orders"),
-        lambda platform: platform.announce("orders"),
+        lambda platform: platform.shards[0].announce("orders"),
         lambda platform: platform.consumers.start(None, "audit", lambda _event, _connection: None),
         lambda platform: platform.registry.register_consumer(Consumer("orders", "audit"), max_attempts=1.5),
         lambda platform: platform.registry.register_consumer(Consumer("orders", "audit"), max_attempts=True),
@@ -139,7 +139,7 @@ def test_a_transaction_that_was_aborted_takes_no_event(platform: EventSQL, direc
         with pytest.raises(ValidationError):
             platform.publisher.publish(Publication("orders", b""), connection=mine)
         with pytest.raises(DatabaseError):
-            platform.dead_letters.topic_of("orders", mine)
+            platform.shards[0].dead_letters.topic_of("orders", mine)
         mine.rollback()
     assert platform.buffered() == {}
 

@@ -230,7 +230,7 @@ def test_every_use_after_the_closing_says_so_and_connects_to_nothing(dsn: str) -
             platform.lag,
             platform.transfer.run_once,
             platform.retention.run_once,
-            lambda: platform.announce(["orders"]),
+            lambda: platform.shards[0].announce(["orders"]),
             lambda: platform.listener.subscribe("log", "orders", lambda: None),
             lambda: mails.send(b"hello"),
             lambda: mails.send(b"hello", connection=own),

@@ -520,7 +520,7 @@ def test_a_notification_during_a_look_leads_to_another_look(platform: EventSQL, 
             return found
 
         consumption._look = slow
-        platform.announce(["payments"])
+        platform.shards[0].announce(["payments"])
         until(lambda: len(seen.ids) == 1)
 
 
@@ -537,7 +537,7 @@ def test_events_that_nobody_notifies_of_are_found_by_polling_which_then_goes_on_
             silent.run_once()
         until(lambda: len(seen.ids) == 1)
         assert consumption._idle_delay() == 0.01
-        platform.announce(["payments"])
+        platform.shards[0].announce(["payments"])
         until(lambda: consumption._idle_delay() == 0.05)
 
 
@@ -783,7 +783,7 @@ def test_an_idle_consumer_of_many_partitions_says_nothing_until_it_is_due_or_wok
         until(lambda: all(slot.due - time.monotonic() > slowly for slot in list(consumption._idle.values())))
         looks.clear()
         assert polls == []
-        platform.announce(["orders"])
+        platform.shards[0].announce(["orders"])
         until(lambda: looks)
         assert looks == [{0: 1, 1: 1, 2: 1}]
         assert polls == []

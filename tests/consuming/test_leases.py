@@ -52,7 +52,7 @@ def fill(platform: EventSQL, count: int, topic: str = "payments") -> list[int]:
     platform.publisher.publish_all(
         Publication(topic, b"%d" % n, key=str(n), partition=n % 3 if topic == "orders" else None) for n in range(count)
     )
-    platform.announce(platform.transfer.run_once())
+    platform.transfer.run_once()
     return [event.id for event in platform.reader.read(topic, after=before)]
 
 

@@ -165,7 +165,7 @@ def test_a_migration_clears_the_layouts_of_former_topics_and_keeps_those_of_topi
         for topic in ("anew", "there"):
             platform.registry.register_consumer(Consumer(topic, "sums", partitioned=True))
         platform.repartitioner.repartition("there", 4)
-        before = platform.layouts.of("there")
+        before = platform.shards[0].layouts.of("there")
         with platform.database.connection() as connection:
             # What an older version left, where another program had registered the topic anew.
             connection.execute(
@@ -175,10 +175,10 @@ def test_a_migration_clears_the_layouts_of_former_topics_and_keeps_those_of_topi
             connection.execute("UPDATE eventsql.consumer SET eql_until = 70 WHERE eql_topic = 'anew'")
             for statement in importlib.import_module(f"{migrations.__name__}.versions.0009_leftovers")._MEND.split(";"):
                 connection.execute(f"SET search_path TO eventsql;{statement}")
-        assert platform.layouts.of("anew") == []
-        assert platform.layouts.of("there") == before
-        assert platform.layouts.unsettled("anew") == {}
-        assert platform.layouts.unsettled("there") == {"sums": 0}
+        assert platform.shards[0].layouts.of("anew") == []
+        assert platform.shards[0].layouts.of("there") == before
+        assert platform.shards[0].layouts.unsettled("anew") == {}
+        assert platform.shards[0].layouts.unsettled("there") == {"sums": 0}
 
 
 @pytest.mark.parametrize(

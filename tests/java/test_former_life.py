@@ -103,7 +103,7 @@ def test_a_topic_that_java_redefines_while_it_is_empty_loses_its_layouts(
     assert platform.repartitioner.repartition("orders", 4) is not None
     publisher = platform.registry.topic("orders")
     java.register_topic("orders", 6)
-    assert platform.layouts.of("orders") == []
+    assert platform.shards[0].layouts.of("orders") == []
     platform.registry.register_consumer(Consumer("orders", "sums", partitioned=True))
     # One that knows the former definition finds out.
     assert publisher.partitions == 4
@@ -152,7 +152,7 @@ def test_leftovers_that_came_past_the_database_s_own_clearing_are_found_and_clea
     platform.retention.run_once()
     assert leftovers.find() == []
     assert kept_of(platform, "gone") == kept_of(platform, "gone_dlt") == {}
-    assert platform.layouts.unsettled("orders") == {}
+    assert platform.shards[0].layouts.unsettled("orders") == {}
 
 
 def test_layouts_of_a_topic_that_is_repartitioned_are_no_leftovers(platform: EventSQL) -> None:
@@ -165,7 +165,7 @@ def test_layouts_of_a_topic_that_is_repartitioned_are_no_leftovers(platform: Eve
     assert leftovers.find() == []
     assert leftovers.lacking("orders") == []
     platform.retention.run_once()
-    assert [each.partitions for each in platform.layouts.of("orders")] == [2, 6, 3]
+    assert [each.partitions for each in platform.shards[0].layouts.of("orders")] == [2, 6, 3]
 
 
 def test_a_consumer_that_lacks_partitions_gets_them_when_it_is_registered_again(platform: EventSQL) -> None:

@@ -183,13 +183,13 @@ def test_a_consumer_enters_the_next_layout(owner: EventSQL, as_: As, role: str) 
     owner.transfer.run_once()
     owner.repartitioner.repartition("orders", 1)
     platform = as_(role)
-    assert not platform.layouts.settle("orders", "mailer").entered
+    assert not platform.shards[0].layouts.settle("orders", "mailer").entered
     for partition in range(2):
         claimed = platform.claims.claim("orders", "mailer", partition, owner="run")
         assert isinstance(claimed, Claim)
         with platform.database.transaction() as connection:
             platform.claims.commit(connection, claimed)
-    platform.layouts.settle("orders", "mailer")
+    platform.shards[0].layouts.settle("orders", "mailer")
     assert len(owner.registry.consumer("orders", "mailer")) == 1
 
 

@@ -27,7 +27,7 @@ def publish(platform: EventSQL, first: int, last: int) -> None:
     platform.publisher.publish_all(
         Publication("orders", str(number).encode(), key=key) for number in range(first, last) for key in KEYS
     )
-    platform.announce(platform.transfer.run_once())
+    platform.transfer.run_once()
 
 
 def at_rest(platform: EventSQL) -> bool:

@@ -181,7 +181,7 @@ def test_a_stream_s_consumer_gets_the_partitions_of_its_topic(
     states = platform.registry.consumer(orders, "lake")
     assert [state.partition for state in states] == list(range(partitions))
     assert {state.last_event_id for state in states} == {end["orders"]["0"] - 1}
-    assert not platform.layouts.unsettled(orders)
+    assert not platform.shards[0].layouts.unsettled(orders)
 
 
 def test_a_stream_goes_on_without_a_partition_that_the_topic_has_lost_with_its_events(
