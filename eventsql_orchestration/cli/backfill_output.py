@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from operator import itemgetter
 from typing import Any, Final
 
 from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
@@ -138,7 +137,7 @@ def show_backfill(
             {"run": number, **_object(run, None, None), "partition": partition_name(run.partition)}
             for number, run in enumerate(runs[:RUNS_SHOWN], start=1)
         ]
-        show_items(rows, {name: itemgetter(name) for name in rows[0]})
+        show_items(rows, same(*rows[0]))
     if len(runs) > RUNS_SHOWN:
         say(f"and {counted(len(runs) - RUNS_SHOWN, 'run')} more; --json lists them all")
 

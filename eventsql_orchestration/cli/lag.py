@@ -6,7 +6,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import click
@@ -23,7 +22,7 @@ from eventsql_orchestration.cli.parameters import (
     leave_out,
     option,
 )
-from eventsql_orchestration.cli.tables import Columns, Listing, partition_of, picked, same, show, table_of
+from eventsql_orchestration.cli.tables import Columns, Listing, partition_of, picked, same, show_items, table_of
 from eventsql_orchestration.consuming.lag_values import ConsumerLag, LagCause
 from eventsql_orchestration.errors import (
     ConsumerNotFoundError,
@@ -212,7 +211,7 @@ def sparkline(numbers: Collection[float]) -> str:
 def _show(context: CliContext, rows: list[Any], form: str, *, totals: bool, refresh: int | None = None) -> None:
     """Print the rows; `refresh` counts the refreshes of --watch from 0."""
     if form == "table":
-        show(table_of(rows, _TOTAL) if totals else lag_table(rows))
+        show_items(rows, _TOTAL if totals else _LAG, spare=_SPARE)
         return
     columns: Columns = {**_TOTAL, **same("partitions", "behind")} if totals else _OBJECT
     objects = [{**({} if totals else context.on_shard(each.shard)), **picked(each, columns)} for each in rows]
@@ -251,7 +250,7 @@ def _show_by_shard(found: Sequence[tuple[Shard, object]], columns: Columns) -> N
     if found:
         first, *rest = columns
         rows = [{**picked(each, columns), "shard": shard.name} for shard, each in found]
-        show(table_of(rows, {name: itemgetter(name) for name in (first, "shard", *rest)}))
+        show_items(rows, same(first, "shard", *rest))
 
 
 QUEUE_COLUMNS: Final[Columns] = {

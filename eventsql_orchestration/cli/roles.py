@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from operator import itemgetter
 from typing import Annotated, Any, TypeAlias
 
 import click
@@ -10,7 +9,7 @@ import click
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import say, write
 from eventsql_orchestration.cli.parameters import AsJson, command, option
-from eventsql_orchestration.cli.tables import Columns, show_list
+from eventsql_orchestration.cli.tables import Columns, same, show_list
 from eventsql_orchestration.database.grants import DEFAULT_PREFIX
 from eventsql_orchestration.database.roles import Roles
 
@@ -71,9 +70,8 @@ def list_roles(context: CliContext, as_json: AsJson) -> None:
         say("there are no roles: `eventsql roles create` makes them")
         return
     columns: Columns = {
-        "shard": lambda row: row.get("shard"),
-        "role": itemgetter("role"),
-        "does": itemgetter("kind"),
+        **same("shard", "role"),
+        "does": "kind",
         "topic": lambda row: row["topic"] or "all",
         "members": lambda row: ", ".join(row["members"]),
     }

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from datetime import datetime
 from functools import partial
 from math import inf
-from operator import itemgetter
 from typing import TYPE_CHECKING, Annotated, Any, Final
 from uuid import UUID
 
@@ -66,8 +65,7 @@ def list_aggregates(
     with context.platform() as platform:
         if aggregate_type is None:
             types = [{"type": name, "aggregates": count} for name, count in platform.store.types().items()]
-            named: Columns = {"type": itemgetter("type"), "aggregates": itemgetter("aggregates")}
-            show_list(types, named, as_json=as_json, json=dict)
+            show_list(types, same("type", "aggregates"), as_json=as_json, json=dict)
             return
         found = platform.store.aggregates(aggregate_type, after_id=after or "", limit=limit)
         columns: Columns = same("id", "version", "created_at", "closed_at", "archived_at")

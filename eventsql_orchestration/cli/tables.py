@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Column: TypeAlias = str | Callable[[Any], object]
-"""The name of an attribute, or a function of the object."""
+"""The name of an attribute or a key, or a function of the object."""
 
 Columns: TypeAlias = Mapping[str, Column]
 """The columns of a table, or the fields of a JSON object, by their names."""
@@ -48,8 +48,9 @@ def without(item: Any, *names: str) -> dict[str, Any]:
 
 
 def picked(item: object, columns: Columns) -> dict[str, Any]:
-    """The columns of an object by their names."""
-    return {name: getattr(item, each) if isinstance(each, str) else each(item) for name, each in columns.items()}
+    """The columns of an object, or of a mapping, by their names. A key that the mapping lacks is None."""
+    get = item.get if isinstance(item, Mapping) else partial(getattr, item)
+    return {name: get(each) if isinstance(each, str) else each(item) for name, each in columns.items()}
 
 
 def table_of(

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, TypeAlias
 
 from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.lag import QUEUE_COLUMNS, SAMPLES, sparkline
-from eventsql_orchestration.cli.output import stdout_is_terminal, write_json
+from eventsql_orchestration.cli.output import on_shard, stdout_is_terminal, write_json
 from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, Number, OptionalTopicName, command, option
-from eventsql_orchestration.cli.tables import Columns, partition_of, same, show, table_of, without
+from eventsql_orchestration.cli.tables import Columns, partition_name, picked, same, show, table_of
 from eventsql_orchestration.cli.topic_output import size
 from eventsql_orchestration.consuming.lag_values import LagCause
 from eventsql_orchestration.errors import DatabaseUnavailableError
@@ -34,91 +34,25 @@ _STOPPED: Final = (LagCause.BLOCKED, LagCause.RETRYING, LagCause.PAUSED, LagCaus
 """The causes of partitions that do not go on by themselves, or not at once; the worst first."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TopicRow:
-    """A topic on a shard. Rates are events per second since the previous refresh, None at the first refresh."""
-
-    topic: str
-    shard: str | None
-    published_rate: float | None
-    transferred_rate: float | None
-    buffered: int
-    buffered_seconds: float
-    offset: int
-    bytes: int
-    open_letters: int | None
-    trend: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConsumerRow:
-    """A consumer on a shard. `causes` counts the partitions that are behind, by the cause."""
-
-    topic: str
-    consumer: str
-    shard: str | None
-    consumed_rate: float | None
-    events: int
-    seconds: float
-    partitions: int
-    behind: int
-    causes: dict[str, int]
-    claims: int
-    expired_claims: int
-    trend: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoppedRow:
-    """A consumer partition that does not go on, and why."""
-
-    topic: str
-    consumer: str
-    shard: str | None
-    partition: int
-    cause: LagCause
-    events: int
-    detail: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueueRow:
-    """A queue on a shard, at most 10,000 messages counted of each state. `seconds` as `QueueLag` has it."""
-
-    queue: str
-    shard: str | None
-    visible: int
-    in_flight: int
-    delayed: int
-    blocked: int
-    dead: int
-    seconds: float
-    trend: tuple[float, ...]
+Row: TypeAlias = Mapping[str, Any]
+"""A row as --json prints it, with the column `trend` of the screen. Rates are events per second since the previous
+refresh, None at the first. `causes` counts the partitions of a consumer that are behind, by the cause."""
 
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """The contents of one refresh. `down` are shards that do not answer."""
+    """The contents of one refresh: the rows of each of `_TABLES`. `down` are shards that do not answer."""
 
     time: datetime
-    topics: Sequence[TopicRow]
-    consumers: Sequence[ConsumerRow]
-    stopped: Sequence[StoppedRow]
-    queues: Sequence[QueueRow]
+    tables: Mapping[str, Sequence[Row]]
     down: Sequence[str]
 
     def as_json(self) -> dict[str, Any]:
-        def plain(row: TopicRow | ConsumerRow | StoppedRow | QueueRow) -> dict[str, Any]:
-            return without(row, "trend") if row.shard is not None else without(row, "trend", "shard")
-
-        return {
-            "time": self.time,
-            "topics": [plain(row) for row in self.topics],
-            "consumers": [plain(row) for row in self.consumers],
-            "stopped": [plain(row) for row in self.stopped],
-            "queues": [plain(row) for row in self.queues],
-            **({"down": list(self.down)} if self.down else {}),
+        tables = {
+            name: [{key: value for key, value in row.items() if key != "trend"} for row in rows]
+            for name, rows in self.tables.items()
         }
+        return {"time": self.time, **tables, **({"down": list(self.down)} if self.down else {})}
 
 
 @command(short_help="Show rates, lag and what stands still, on a screen that refreshes.")
@@ -185,10 +119,7 @@ class _Look:
             time.sleep(interval)
 
     def _screen(self) -> Screen:
-        topics: list[TopicRow] = []
-        consumers: list[ConsumerRow] = []
-        stopped: list[StoppedRow] = []
-        queues: list[QueueRow] = []
+        tables: dict[str, list[Row]] = {name: [] for name in _TABLES}
         down: list[str] = []
         for label, reader in self._readers.items():
             try:
@@ -201,36 +132,29 @@ class _Look:
                 continue
             self._answered = True
             shard = label if self._several else None
-            topics += self._topics(figures, shard)
-            consumers += self._consumers(figures, shard)
-            stopped += self._stopped(figures, shard)
-            queues += self._queues(figures, shard)
-        return Screen(
-            datetime.now().astimezone(),
-            sorted(topics, key=lambda row: (-(row.published_rate or 0), -row.buffered, row.topic)),
-            sorted(consumers, key=lambda row: (-row.seconds, -row.events, row.topic, row.consumer)),
-            sorted(stopped, key=lambda row: (_STOPPED.index(row.cause), row.topic, row.consumer, row.partition)),
-            sorted(queues, key=lambda row: (-row.seconds, row.queue)),
-            down,
-        )
+            tables["topics"] += self._topics(figures, shard)
+            tables["consumers"] += self._consumers(figures, shard)
+            tables["stopped"] += self._stopped(figures, shard)
+            tables["queues"] += self._queues(figures, shard)
+        for name, rows in tables.items():
+            rows.sort(key=_TABLES[name].order)
+        return Screen(datetime.now().astimezone(), tables, down)
 
-    def _topics(self, figures: Figures, shard: str | None) -> Iterator[TopicRow]:
+    def _topics(self, figures: Figures, shard: str | None) -> Iterator[Row]:
         for each in figures.topics:
             if self._topic not in (None, each.topic):
                 continue
             # A topic that was deleted and created again is another topic.
             key = (shard, each.topic, each.identity)
             published = self._rate((*key, "published"), each.published)
-            yield TopicRow(
-                topic=each.topic, shard=shard,
-                published_rate=published,
-                transferred_rate=self._rate((*key, "transferred"), each.transferred),
-                buffered=each.buffered, buffered_seconds=each.buffered_seconds,
-                offset=each.transferred, bytes=each.bytes, open_letters=each.open_letters,
-                trend=self._trend(key, published or 0.0),
-            )  # fmt: skip
+            yield {
+                "topic": each.topic, **on_shard(shard), "published_rate": published,
+                "transferred_rate": self._rate((*key, "transferred"), each.transferred),
+                **picked(each, {**same("buffered", "buffered_seconds"), "offset": "transferred"}),
+                **picked(each, same("bytes", "open_letters")), "trend": self._trend(key, published or 0.0),
+            }  # fmt: skip
 
-    def _consumers(self, figures: Figures, shard: str | None) -> Iterator[ConsumerRow]:
+    def _consumers(self, figures: Figures, shard: str | None) -> Iterator[Row]:
         parts: dict[tuple[str, str], list[PartitionFigures]] = {}
         for each in figures.partitions:
             if self._topic in (None, each.topic):
@@ -239,32 +163,27 @@ class _Look:
         for (topic, consumer), own in parts.items():
             key, claim = (shard, topic, consumer), claims.get((topic, consumer))
             events = sum(each.events for each in own)
-            yield ConsumerRow(
-                topic=topic, consumer=consumer, shard=shard,
-                consumed_rate=self._rate(key, sum(each.consumed for each in own)),
-                events=events, seconds=max(each.seconds for each in own),
-                partitions=len(own), behind=sum(1 for each in own if each.events),
-                causes=dict(Counter(str(each.cause) for each in own if each.cause is not LagCause.NONE)),
-                claims=0 if claim is None else claim.live, expired_claims=0 if claim is None else claim.expired,
-                trend=self._trend(key, events),
-            )  # fmt: skip
+            yield {
+                "topic": topic, "consumer": consumer, **on_shard(shard),
+                "consumed_rate": self._rate(key, sum(each.consumed for each in own)),
+                "events": events, "seconds": max(each.seconds for each in own),
+                "partitions": len(own), "behind": sum(1 for each in own if each.events),
+                "causes": dict(Counter(str(each.cause) for each in own if each.cause is not LagCause.NONE)),
+                "claims": 0 if claim is None else claim.live, "expired_claims": 0 if claim is None else claim.expired,
+                "trend": self._trend(key, events),
+            }  # fmt: skip
 
-    def _stopped(self, figures: Figures, shard: str | None) -> Iterator[StoppedRow]:
+    def _stopped(self, figures: Figures, shard: str | None) -> Iterator[Row]:
         for each in figures.partitions:
             if each.cause in _STOPPED and self._topic in (None, each.topic):
-                yield StoppedRow(
-                    topic=each.topic, consumer=each.consumer, shard=shard, partition=each.partition, cause=each.cause,
-                    events=each.events, detail=each.detail,
-                )  # fmt: skip
+                own = picked(each, same("topic", "consumer", "partition", "cause", "events", "detail"))
+                yield {**own, **on_shard(shard)}
 
-    def _queues(self, figures: Figures, shard: str | None) -> Iterator[QueueRow]:
+    def _queues(self, figures: Figures, shard: str | None) -> Iterator[Row]:
         for each in figures.queues:
             if self._topic is None and (each.depth or each.dead):
-                yield QueueRow(
-                    queue=each.queue, shard=shard, visible=each.visible, in_flight=each.in_flight,
-                    delayed=each.delayed, blocked=each.blocked, dead=each.dead, seconds=each.seconds,
-                    trend=self._trend((shard, "queue", each.queue), each.depth),
-                )  # fmt: skip
+                own = picked(each, same("queue", "visible", "in_flight", "delayed", "blocked", "dead", "seconds"))
+                yield {**own, **on_shard(shard), "trend": self._trend((shard, "queue", each.queue), each.depth)}
 
     def _rate(self, key: object, count: int) -> float | None:
         """Events per second since the count before, None for the first count. A count that went back counts as none."""
@@ -278,31 +197,52 @@ class _Look:
         return tuple(trend)
 
 
-_TOPICS: Final[Columns] = {
-    **same("topic", "shard"), "published/s": "published_rate", "moved/s": "transferred_rate", **same("buffered"),
-    "oldest s": "buffered_seconds", **same("offset"), "size": lambda row: size(row.bytes), "dead": "open_letters",
-    "trend": lambda row: sparkline(row.trend),
-}  # fmt: skip
-
-_CONSUMERS: Final[Columns] = {
-    **same("topic", "consumer", "shard"), "consumed/s": "consumed_rate", "lag": "events", "lag s": "seconds",
-    "behind": lambda row: f"{row.behind} of {row.partitions}",
-    "why": lambda row: ", ".join(
-        cause if number == row.partitions else f"{number} {cause}" for cause, number in sorted(row.causes.items())
-    ) or None,
-    "claims": lambda row: f"{row.claims}, {row.expired_claims} expired" if row.expired_claims else row.claims,
-    "trend": lambda row: sparkline(row.trend),
-}  # fmt: skip
-
-_STANDING: Final[Columns] = {
-    **same("topic", "consumer", "shard"), "partition": partition_of, "stands still": "cause", **same("events"),
-    "why": "detail",
-}  # fmt: skip
+def _why(row: Row) -> str | None:
+    causes = sorted(row["causes"].items())
+    return ", ".join(cause if number == row["partitions"] else f"{number} {cause}" for cause, number in causes) or None
 
 
-_QUEUES: Final[Columns] = {
-    **same("queue", "shard"), **QUEUE_COLUMNS, "trend": lambda row: sparkline(row.trend),
+def _claims(row: Row) -> object:
+    return f"{row['claims']}, {row['expired_claims']} expired" if row["expired_claims"] else row["claims"]
+
+
+class _Table(NamedTuple):
+    """A table of the screen: its columns, and the order of its rows."""
+
+    columns: Columns
+    order: Callable[[Row], Any]
+
+
+_TREND: Final[Columns] = {"trend": lambda row: sparkline(row["trend"])}
+
+_TABLES: Final[Mapping[str, _Table]] = {
+    "topics": _Table(
+        {
+            **same("topic", "shard"), "published/s": "published_rate", "moved/s": "transferred_rate",
+            **same("buffered"), "oldest s": "buffered_seconds", **same("offset"),
+            "size": lambda row: size(row["bytes"]), "dead": "open_letters", **_TREND,
+        },
+        lambda row: (-(row["published_rate"] or 0), -row["buffered"], row["topic"]),
+    ),
+    "consumers": _Table(
+        {
+            **same("topic", "consumer", "shard"), "consumed/s": "consumed_rate", "lag": "events", "lag s": "seconds",
+            "behind": lambda row: f"{row['behind']} of {row['partitions']}", "why": _why, "claims": _claims, **_TREND,
+        },
+        lambda row: (-row["seconds"], -row["events"], row["topic"], row["consumer"]),
+    ),
+    "stopped": _Table(
+        {
+            **same("topic", "consumer", "shard"), "partition": lambda row: partition_name(row["partition"]),
+            "stands still": "cause", **same("events"), "why": "detail",
+        },
+        lambda row: (_STOPPED.index(row["cause"]), row["topic"], row["consumer"], row["partition"]),
+    ),
+    "queues": _Table(
+        {**same("queue", "shard"), **QUEUE_COLUMNS, **_TREND}, lambda row: (-row["seconds"], row["queue"])
+    ),
 }  # fmt: skip
+"""The tables of the screen, by the names of their rows in JSON."""
 
 
 def _drawn(screen: Screen, height: int | None) -> RenderableType:
@@ -311,31 +251,25 @@ def _drawn(screen: Screen, height: int | None) -> RenderableType:
     A narrow screen has no trends, so that names stay on one line.
     """
     parts: list[RenderableType] = [lazy.Text(_title(screen), style="bold")]
-    tables = [
-        (screen.topics, _TOPICS),
-        (screen.consumers, _CONSUMERS),
-        (screen.stopped, _STANDING),
-        (screen.queues, _QUEUES),
-    ]
-    shown = [(rows, columns) for rows, columns in tables if rows]
+    shown = {name: rows for name, rows in screen.tables.items() if rows}
     most = None if height is None else max(_LEAST_ROWS, (height - 1 - 3 * len(shown)) // max(1, len(shown)))
-    for rows, columns in shown:
-        parts += [lazy.Text(""), table_of(rows[:most], columns, spare=["trend"])]
+    for name, rows in shown.items():
+        parts += [lazy.Text(""), table_of(rows[:most], _TABLES[name].columns, spare=["trend"])]
         if most is not None and len(rows) > most:
             parts.append(lazy.Text(f"… and {len(rows) - most} more"))
     return lazy.Group(*parts)
 
 
 def _title(screen: Screen) -> str:
-    rate = sum(row.published_rate or 0 for row in screen.topics)
-    known = any(row.published_rate is not None for row in screen.topics)
+    topics, consumers, stopped = (screen.tables[name] for name in ("topics", "consumers", "stopped"))
+    rates = [row["published_rate"] for row in topics if row["published_rate"] is not None]
     words = [
         f"{screen.time:%H:%M:%S}",
-        counted(len({row.topic for row in screen.topics}), "topic"),
-        *([f"{rate:,.1f} events/s"] if known else []),
-        f"{counted(sum(row.buffered for row in screen.topics), 'event')} in the buffer",
-        f"lag {counted(sum(row.events for row in screen.consumers), 'event')}",
-        *([f"{counted(len(screen.stopped), 'partition')} standing still"] if screen.stopped else []),
+        counted(len({row["topic"] for row in topics}), "topic"),
+        *([f"{sum(rates):,.1f} events/s"] if rates else []),
+        f"{counted(sum(row['buffered'] for row in topics), 'event')} in the buffer",
+        f"lag {counted(sum(row['events'] for row in consumers), 'event')}",
+        *([f"{counted(len(stopped), 'partition')} standing still"] if stopped else []),
         *([f"down: {', '.join(screen.down)}"] if screen.down else []),
     ]
     return "  ".join(words)

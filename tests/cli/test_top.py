@@ -121,9 +121,11 @@ def test_rates_are_events_per_second_between_two_looks(rides: EventSQL) -> None:
     rides.publisher.publish_all([Publication("rides", b"x", partition=0) for _ in range(10)])
     assert rides.consumers.consume_once("rides", "ledger", lambda *_: None, partition=1) == 2
     screen = look._screen()
-    assert screen.topics[0].published_rate == 5.0
-    assert {row.consumer: row.consumed_rate for row in screen.consumers} == {"ledger": 1.0, "payout": 0.0}
-    assert len(screen.topics[0].trend) == 2
+    [topic] = screen.tables["topics"]
+    assert topic["published_rate"] == 5.0
+    consumers = screen.tables["consumers"]
+    assert {row["consumer"]: row["consumed_rate"] for row in consumers} == {"ledger": 1.0, "payout": 0.0}
+    assert len(topic["trend"]) == 2
 
 
 def test_a_topic_made_anew_has_no_rate_yet(rides: EventSQL) -> None:
@@ -131,8 +133,8 @@ def test_a_topic_made_anew_has_no_rate_yet(rides: EventSQL) -> None:
     look._screen()
     rides.registry.unregister_topic("rides", force=True)
     rides.registry.register_topic(Topic("rides"))
-    [row] = [row for row in look._screen().topics if row.topic == "rides"]
-    assert (row.published_rate, row.offset) == (None, 0)
+    [row] = [row for row in look._screen().tables["topics"] if row["topic"] == "rides"]
+    assert (row["published_rate"], row["offset"]) == (None, 0)
 
 
 def test_a_low_screen_says_how_many_rows_it_leaves_out(platform: EventSQL) -> None:
