@@ -33,8 +33,12 @@ def pages() -> list[str]:
 @pytest.fixture
 def alerts(pages: list[str]) -> dict[str, object]:
     """The example of alerts, whose pager is a list."""
+
+    @consumer_asset(topic=Topic("orders"), consumer="ledger")
+    def ledger(events: object, connection: object) -> None: ...
+
     (example,) = examples(DOCS / "dagster_operations.md")
-    return play(example, {"page": pages.append})
+    return play(example, {"page": pages.append, "ledger": ledger})
 
 
 @pytest.fixture
@@ -76,6 +80,10 @@ def test_the_example_of_alerts_pages_what_a_check_says(alerts: dict[str, object]
     assert callable(notify)
     notify(CheckAlert(dg.AssetKey("ledger"), "lag", False, red, "40 events behind", {}, 0.0))
     assert pages == ["check lag of ledger is red (ERROR): 40 events behind"]
+
+    location = alerts["defs"]
+    assert isinstance(location, dg.Definitions)
+    assert {"alerts", "failed_runs"} <= {sensor.name for sensor in location.sensors or ()}
 
 
 def test_the_example_of_assets_that_return_events_is_a_whole_location_that_publishes(
