@@ -110,7 +110,7 @@ def common_definitions(
     schedules: list[dg.ScheduleDefinition] = []
     if options.platform:
         resources = {RESOURCE_KEY: options.eventsql or environment_resource(), **resources}
-        schedules = [build_transfer_schedule(), build_housekeeping_schedule(checks=all_checks)]
+        schedules = [build_transfer_schedule(), build_housekeeping_schedule(options.history, checks=all_checks)]
     return dg.Definitions(
         assets=[
             *options.assets,

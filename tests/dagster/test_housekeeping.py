@@ -17,9 +17,9 @@ from eventsql_orchestration.dagster import (
     EventSQLResource,
     HistoryRetention,
     build_backfill,
+    build_definitions,
     build_delivered_check,
     build_housekeeping_schedule,
-    build_transfer_schedule,
     consumer_asset,
 )
 from eventsql_orchestration.dagster.housekeeping.prune import (
@@ -102,10 +102,8 @@ def test_runs_from_before_the_tag_was_renamed_are_deleted(instance: dg.DagsterIn
 
 
 def test_the_job_keeps_history_by_its_retention(instance: dg.DagsterInstance, dsn: str) -> None:
-    schedule = build_housekeeping_schedule(HistoryRetention(internal_hours=0.0, consumer_hours=1.0))
-    location = dg.Definitions(
-        schedules=[schedule, build_transfer_schedule()], resources={"eventsql": EventSQLResource(dsn=dsn)}
-    )
+    history = HistoryRetention(internal_hours=0.0, consumer_hours=1.0)
+    location = build_definitions([], history=history, eventsql=EventSQLResource(dsn=dsn))
     execute(instance, HOUSEKEEPING_INTERNAL)
     kept = {execute(instance, HOUSEKEEPING_CONSUMER), execute(instance, None)}
     result = location.resolve_job_def("housekeeping").execute_in_process(instance=instance)
