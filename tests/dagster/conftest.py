@@ -155,12 +155,10 @@ class Workbench:
         self.platform.transfer.run_once()
         return [event.id for event in self.platform.reader.read(topic, after=before)]
 
-    def tick(
-        self, sensor: dg.SensorDefinition, *, cursor: str | None = None, eventsql: EventSQLResource | None = None
-    ) -> Any:
+    def tick(self, sensor: dg.SensorDefinition, *, eventsql: EventSQLResource | None = None) -> Any:
         """The run requests of an evaluation, or its skip reason."""
         with dg.build_sensor_context(
-            instance=self.instance, cursor=cursor, resources={"eventsql": eventsql or self.eventsql}
+            instance=self.instance, resources={"eventsql": eventsql or self.eventsql}
         ) as context:
             tick = sensor.evaluate_tick(context)
         return list(tick.run_requests or []) or tick.skip_message

@@ -16,6 +16,7 @@ import pytest
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.claims import Claims
 from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, TickOptions, consumer_asset
+from eventsql_orchestration.dagster.consumers import consumer_tick
 from eventsql_orchestration.errors import DatabaseUnavailableError
 from tests.dagster.conftest import Workbench, registering
 from tests.dagster.location import AT_ONCE, record
@@ -41,12 +42,10 @@ def publish(bench: Workbench, *partitions: int) -> None:
     bench.platform.transfer.run_once()
 
 
-def evaluate(
-    bench: Workbench, definition: ConsumerDefinition = wide, *, cursor: str | None = None
-) -> dg.SensorExecutionData:
+def evaluate(bench: Workbench, definition: ConsumerDefinition = wide) -> dg.SensorExecutionData:
     (sensor,) = definition.sensors
     with dg.build_sensor_context(
-        instance=bench.instance, cursor=cursor, resources={"eventsql": EventSQLResource(dsn=bench.eventsql.dsn)}
+        instance=bench.instance, resources={"eventsql": EventSQLResource(dsn=bench.eventsql.dsn)}
     ) as context:
         return sensor.evaluate_tick(context)
 
@@ -111,30 +110,18 @@ def test_a_look_at_hundreds_of_partitions_takes_few_statements(
     assert waiting.total() <= idle.total() + 1, "claims without a run wait for their lease, and cost no statement each"
 
 
-def test_a_tick_requests_some_runs_and_the_next_tick_goes_on_after_them(bench: Workbench) -> None:
+def test_ticks_that_request_a_few_runs_reach_all_partitions(bench: Workbench) -> None:
     four_runs = defined(max_requests=4)
     publish(bench, *range(10))
-    first = evaluate(bench, four_runs)
-    assert (partitions_of(first), first.cursor) == ([0, 1, 2, 3], "4")
-    # The partitions that had their turn have events again, but wait for the others.
-    for request in first.run_requests or []:
-        bench.run(wide, request)
-    publish(bench, *range(4))
-    second = evaluate(bench, four_runs, cursor=first.cursor)
-    assert (partitions_of(second), second.cursor) == ([4, 5, 6, 7], "8")
-    third = evaluate(bench, four_runs, cursor=second.cursor)
-    assert partitions_of(third) == [8, 9, 0, 1]
+    ticks = [partitions_of(evaluate(bench, four_runs)) for _ in range(3)]
+    assert [len(requested) for requested in ticks] == [4, 4, 2]
+    assert {partition for requested in ticks for partition in requested} == {*range(10)}
 
 
-def test_the_next_tick_goes_on_where_a_tick_ran_out_of_time(bench: Workbench) -> None:
+def test_a_tick_that_is_out_of_time_begins_with_no_partition(bench: Workbench) -> None:
     publish(bench, 3, 4)
-    assert evaluate(bench, defined(budget=0.0), cursor="4").cursor == "4"
-    assert partitions_of(evaluate(bench, cursor="4")) == [4, 3]
-
-
-def test_a_tick_whose_cursor_names_a_deleted_partition_begins_at_the_first_partition(bench: Workbench) -> None:
-    publish(bench, 0, 1)
-    assert partitions_of(evaluate(bench, cursor="900")) == [0, 1]
+    assert evaluate(bench, defined(budget=0.0)).run_requests == []
+    assert partitions_of(evaluate(bench)) == [3, 4]
 
 
 def test_the_range_of_a_dead_run_is_claimed_again_and_a_queued_run_keeps_its_range(bench: Workbench) -> None:
@@ -178,6 +165,7 @@ def test_runs_are_requested_for_claims_made_before_the_database_went_away(
 ) -> None:
     publish(bench, 1, 2, 3)
     claim = Claims.claim
+    monkeypatch.setattr(consumer_tick, "in_random_order", list)
 
     def fail_at_2(claims: Claims, topic: str, consumer: str, partition: int, **options: Any) -> Any:
         if partition == 2:
@@ -185,10 +173,9 @@ def test_runs_are_requested_for_claims_made_before_the_database_went_away(
         return claim(claims, topic, consumer, partition, **options)
 
     monkeypatch.setattr(Claims, "claim", fail_at_2)
-    tick = evaluate(bench)
-    assert (partitions_of(tick), tick.cursor) == ([1], "2")
+    assert partitions_of(evaluate(bench)) == [1]
     with pytest.raises(DatabaseUnavailableError):
-        evaluate(bench, cursor="2")
+        evaluate(bench)
 
 
 def test_overlapping_evaluations_claim_each_partition_once(bench: Workbench) -> None:

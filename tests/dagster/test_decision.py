@@ -181,6 +181,7 @@ def test_a_look_is_enough_for_most_partitions(standing: PartitionClaims, of: Run
     assert needs_attention(standing, of, LIMITS, TICKS) is expected
 
 
-def test_consumers_that_share_runs_have_no_successors() -> None:
+@pytest.mark.parametrize("tags", [{PARTITION_TAG: "0", SHARED_TAG: "true"}, {}], ids=["shared", "by hand"])
+def test_a_run_that_drains_several_partitions_has_no_successor(tags: dict[str, str]) -> None:
     draining = PartitionClaims(0, waiting=True, leased=True, claim=LATER)
-    assert not needs_attention(draining, run(age=11.0), LIMITS, TICKS, hands_over=False)
+    assert not needs_attention(draining, run(age=11.0, tags=tags), LIMITS, TICKS)

@@ -12,11 +12,11 @@ import dagster as dg
 import pytest
 
 from eventsql_orchestration import EventSQL, Publication, Topic
-from eventsql_orchestration.consuming.claims import Claim
+from eventsql_orchestration.consuming.claims import Claim, PartitionClaims
 from eventsql_orchestration.dagster import EventSQLResource, RunLimits, consumer_asset
 from eventsql_orchestration.dagster.consumers.consumer_tick import ConsumerWatch
 from eventsql_orchestration.dagster.consumers.handover import comes_soon
-from eventsql_orchestration.dagster.consumers.partition_tick import PartitionWatch
+from eventsql_orchestration.dagster.consumers.partition_tick import PartitionTick
 from eventsql_orchestration.dagster.consumers.run_draining import RunDraining
 from eventsql_orchestration.dagster.consumers.tick import Watch
 from eventsql_orchestration.dagster.tags import SUCCEEDS_TAG
@@ -38,7 +38,7 @@ draining = consumer_asset(
     limits=RunLimits(max_wait=0.0, drain_seconds=600.0, drain_idle=5.0),
 )(record)
 WATCHES = [
-    PartitionWatch(RIDES, draining.consumer, "draining", draining.limits, "s", partition=0),
+    ConsumerWatch(RIDES, draining.consumer, "draining", draining.limits, "s", partition=0),
     ConsumerWatch(RIDES, draining.consumer, "draining", draining.limits, "s"),
 ]
 long = consumer_asset(
@@ -87,7 +87,8 @@ def test_a_successor_begins_before_the_run_that_drains_has_ended(
     successors: list[dg.RunRequest] = []
 
     def tick(ahead: float) -> Sequence[dg.RunRequest]:
-        return watch.evaluate(bench.at(ahead), None).run_requests or []
+        answer = watch.evaluate(bench.at(ahead))
+        return [] if isinstance(answer, dg.SkipReason) else answer
 
     def requested() -> bool:
         # For this tick, the windows of runs end sooner.
@@ -137,10 +138,11 @@ def test_a_run_that_commits_between_the_looks_of_a_tick_is_left_alone(bench: Wor
         bench.platform.claims.commit(connection, claim)
     bench.publish("long", 3)
 
-    watch = PartitionWatch(Topic("long"), long.consumer, "long", long.limits, "s")
+    watch = ConsumerWatch(Topic("long"), long.consumer, "long", long.limits, "s")
     # With a clock an hour ahead, the time in which a run has to adopt its claim is over.
     tick = bench.at(0.0 if adopted else 3600.0)
-    answer = watch.attend(claim if adopted else seen, record, None, tick)
+    standing = PartitionClaims(-1, waiting=True, leased=True, claim=claim if adopted else seen)
+    answer = PartitionTick(watch, -1, tick).attend(standing, record)
     assert isinstance(answer, dg.SkipReason), answer
     assert len(bench.claims()) == 1
     assert bench.instance.get_runs(dg.RunsFilter([run_id], statuses=[dg.DagsterRunStatus.STARTED]))

@@ -14,7 +14,7 @@ import pytest
 from eventsql_orchestration import Consumer, EventSQL, Topic
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, RunLimits, TickOptions, consumer_asset
-from eventsql_orchestration.dagster.consumers.partition_tick import PartitionWatch
+from eventsql_orchestration.dagster.consumers.consumer_tick import ConsumerWatch
 from eventsql_orchestration.dagster.tags import FINISHED
 from eventsql_orchestration.errors import RedefinitionError
 from tests.dagster.conftest import Workbench, registering, request_of
@@ -122,9 +122,9 @@ def test_a_run_that_waits_keeps_its_claim_beyond_the_lease(bench: Workbench, sta
 
 def later(bench: Workbench, seconds: float) -> Any:
     """A tick of `eager`'s sensor, so many seconds from now."""
-    watch = PartitionWatch(TOPIC, eager.consumer, "eager", EAGER, "consume_eager")
+    watch = ConsumerWatch(TOPIC, eager.consumer, "eager", EAGER, "consume_eager", partition=-1)
     answer = watch.evaluate(bench.at(seconds))
-    return list(answer.run_requests or []) or (answer.skip_reason and answer.skip_reason.skip_message)
+    return answer.skip_message if isinstance(answer, dg.SkipReason) else answer
 
 
 def test_a_run_that_never_starts_loses_its_claim_in_the_end(bench: Workbench) -> None:
@@ -334,7 +334,7 @@ def test_the_sensors_of_partitions_go_on_consuming_a_topic_that_is_repartitioned
     assert sorted(bench.effects()) == ids
     if partitions == 1:
         assert bench.tick(ledger.sensors[1]).startswith(
-            "partition 1 does not exist: topic 'orders' now has partitions 0 to 0"
+            "partition 1 does not exist: consumer 'ledger' of topic 'orders' now has partitions 0 to 0"
         )
     else:
         with pytest.raises(RedefinitionError, match="topic 'orders' has 3 partitions and consumer 'ledger' is defined"):

@@ -97,7 +97,7 @@ def look(platform: EventSQL) -> object:
 
 def look_in_a_tick(platform: EventSQL) -> object:
     log = logging.getLogger(__name__)
-    return evaluate(SimpleNamespace(options=TickOptions()), platform, dg.DagsterInstance.ephemeral(), log, None)
+    return evaluate(SimpleNamespace(options=TickOptions()), platform, dg.DagsterInstance.ephemeral(), log)
 
 
 def scrape(platform: EventSQL) -> object:
@@ -246,32 +246,23 @@ def test_the_one_sensor_of_a_consumer_looks_at_all_partitions_of_all_shards(
             for partition in (0, 1):
                 bench.publish("orders", 1, partition=partition)
 
-    def evaluate(cursor: str | None, definition: ConsumerDefinition = wide) -> tuple[list[tuple[str, int]], str | None]:
-        with dg.build_sensor_context(
-            instance=shards[ONE].instance, cursor=cursor, resources={"eventsql": EventSQLResource(dsn=eventsql.dsn)}
-        ) as context:
-            answer = definition.sensors[0].evaluate_tick(context)
-        for request in answer.run_requests or []:
+    def evaluate(definition: ConsumerDefinition = wide) -> list[tuple[str, int]]:
+        requests = tick(shards[ONE], definition.sensors[0], eventsql=EventSQLResource(dsn=eventsql.dsn))
+        for request in requests:
             assert shards[ONE].run(wide, request).success
-        return shards_of(answer.run_requests or []), answer.cursor
+        return shards_of(requests)
 
     publish()
     everything = [(ONE, 0), (ONE, 1), (OTHER, 0), (OTHER, 1)]
-    assert evaluate(None) == (everything, None)
+    assert evaluate() == everything
 
-    # No partition starves if a tick does not reach all of them.
     few = consumer_asset(
         topic=ORDERS, consumer="wide", partitioned=True, sensor="consumer", name="wide", limits=AT_ONCE,
         ticks=TickOptions(max_requests=3),
     )(record)  # fmt: skip
-    served: list[tuple[str, int]] = []
-    cursor: str | None = "1"
-    for _ in range(3):
-        publish()
-        requested, cursor = evaluate(cursor, few)
-        served += requested
-    assert served[:3] == [(ONE, 0), (ONE, 1), (OTHER, 0)]
-    assert set(served[3:]) == set(everything)
+    publish()
+    assert len(served := evaluate(few)) == 3
+    assert sorted([*served, *evaluate(few)]) == everything
 
 
 def test_a_run_that_succeeded_and_is_executed_again_replays_on_its_shard(

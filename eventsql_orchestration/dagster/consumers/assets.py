@@ -270,10 +270,10 @@ class _Declared:
         if (self.sensor or ("partition" if few else "consumer")) == "consumer":
             return (build_sensor(whole, job, self.default_status),)
         if not self.consumer.partitioned:
-            return (build_sensor(whole.of(NOT_PARTITIONED), job, self.default_status),)
+            return (build_sensor(replace(whole, partition=NOT_PARTITIONED), job, self.default_status),)
         return tuple(
-            build_sensor(replace(whole.of(partition), sensor=f"{job.name}_{partition}"), job, self.default_status)
-            for partition in self.topic.all_partitions
+            build_sensor(replace(whole, partition=each, sensor=f"{job.name}_{each}"), job, self.default_status)
+            for each in self.topic.all_partitions
         )
 
 

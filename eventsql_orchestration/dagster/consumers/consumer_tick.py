@@ -1,14 +1,13 @@
-"""A tick of all partitions of a consumer, or of consumers that share their runs.
+"""A tick of a consumer, of one of its partitions, or of consumers that share their runs.
 
-A few statements look at all partitions. Then the tick decides about each partition that needs attention, as a tick of
-this partition alone would. The partitions come from the database, because a topic's partitions may change while its
-consumers run.
+A few statements look at all partitions. Then the tick decides about each partition that needs attention. The partitions
+come from the database, because a topic's partitions may change while its consumers run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Final
 
 import dagster as dg
@@ -18,17 +17,19 @@ from eventsql_orchestration.consuming.claims import PartitionClaims
 from eventsql_orchestration.dagster.consumers.claim_runs import runs_of
 from eventsql_orchestration.dagster.consumers.decision import needs_attention
 from eventsql_orchestration.dagster.consumers.options import TickOptions
-from eventsql_orchestration.dagster.consumers.partition_tick import PartitionWatch
-from eventsql_orchestration.dagster.consumers.tick import NothingYet, Tick, Watched, beginning_with
+from eventsql_orchestration.dagster.consumers.partition_tick import PartitionTick
+from eventsql_orchestration.dagster.consumers.tick import Answer, NothingYet, Tick, Watched, in_random_order
 from eventsql_orchestration.dagster.register import consumer_missing, other_form, why_unregistered
 from eventsql_orchestration.dagster.tags import FINISHED
 from eventsql_orchestration.errors import (
     ConsumerNotFoundError,
     DatabaseBusyError,
     EventSQLError,
+    RedefinitionError,
     SchemaOutdatedError,
     TopicNotFoundError,
 )
+from eventsql_orchestration.orchestration.shards import partition_label
 
 SHOWN_REASONS: Final = 5
 
@@ -55,26 +56,28 @@ class Sight:
 
 @dataclass(frozen=True)
 class ConsumerWatch(Watched):
-    """Decides what a tick does about all partitions of a consumer.
+    """Decides what a tick does about all partitions of a consumer, or about the only `partition` of its sensor.
 
     One statement looks at all partitions, and two queries of Dagster's storage find the runs of all live claims. Only a
     partition that needs attention costs more.
     """
 
+    partition: int | None = None
+
     @property
     def label(self) -> str:
-        """The consumer's label, for people and for a cursor."""
+        """The consumer's label, for people."""
         return f"{self.topic.name}/{self.consumer.name}"
 
     @property
     def description(self) -> str:
+        if self.partition is not None:
+            place = partition_label(self.topic.name, self.partition)
+            return f"Claims events of {place} for consumer {self.consumer.name}, and requests a run for them."
         return (
             f"Claims events of {self.topic.name} for consumer {self.consumer.name}, partition by partition, and "
             "requests a run for each partition that has events."
         )
-
-    def of(self, partition: int) -> PartitionWatch:
-        return PartitionWatch(**vars(self), partition=partition)
 
     def look(self, tick: Tick) -> Sight | str:
         """The state of all partitions, or the reason why there is none. Raises `DatabaseUnavailableError`."""
@@ -82,7 +85,11 @@ class ConsumerWatch(Watched):
         try:
             shard.registry.topic(self.topic.name)
             standings = {standing.partition: standing for standing in shard.claims.standings(self.consumer)}
-            live = [standing.claim for standing in standings.values() if standing.claim is not None]
+            live = [
+                each.claim
+                for each in standings.values()
+                if each.claim is not None and self.partition in (None, each.partition)
+            ]
             runs = runs_of(live, self.consumer, shard, tick.instance)
         except TopicNotFoundError as error:
             return why_unregistered(shard, self.topic, self.consumer) or error.message
@@ -94,60 +101,81 @@ class ConsumerWatch(Watched):
             return other_form(self.consumer)
         return Sight(standings, runs)
 
-    def needs_attention(self, sight: Sight, standing: PartitionClaims, tick: Tick, *, hands_over: bool = True) -> bool:
+    def needs_attention(self, sight: Sight, standing: PartitionClaims, tick: Tick) -> bool:
         record = sight.run_of(standing)
         run = None if record is None else tick.state(record)
-        return needs_attention(standing, run, self.limits, self.options, hands_over=hands_over)
+        return needs_attention(standing, run, self.limits, self.options)
 
-    def evaluate(self, tick: Tick, cursor: str | None = None) -> dg.SensorResult:
-        """One tick. `cursor` is the first partition of this tick, if the previous tick did not reach all partitions.
+    def attend(self, sight: Sight, standing: PartitionClaims, tick: Tick) -> dg.RunRequest | dg.SkipReason:
+        """Decide about a partition, and carry the decision out. Raises `DatabaseUnavailableError`."""
+        try:
+            answer = PartitionTick(self, standing.partition, tick).attend(standing, sight.run_of(standing))
+        except (ConsumerNotFoundError, DatabaseBusyError) as error:
+            return dg.SkipReason(error.message)
+        if isinstance(answer, dg.RunRequest):
+            tick.budget.requests -= 1
+        return answer
 
-        Raises the errors of `PartitionWatch.evaluate`. If the database goes away after this tick has made claims, the
-        tick requests the runs of these claims.
+    def evaluate(self, tick: Tick) -> Answer:
+        """One tick.
+
+        Raises `DatabaseUnavailableError`. If the database goes away after this tick has made claims, the tick requests
+        the runs of these claims. Raises `RedefinitionError` if there is nothing to do for the only partition, and the
+        consumer has more partitions than are watched.
         """
         sight = self.look(tick)
         if isinstance(sight, str):
-            return dg.SensorResult(skip_reason=sight, cursor=cursor)
+            return dg.SkipReason(sight)
+        if self.partition is not None:
+            return self._evaluate_one(self.partition, sight, tick)
 
-        requests: list[dg.RunRequest] = []
-        reasons: dict[int, str] = {}
-        for partition in beginning_with(cursor, list(sight.standings)):
+        requests: dict[int, dg.RunRequest] = {}
+        reasons: dict[int, dg.SkipReason] = {}
+        for standing in in_random_order(sight.standings.values()):
             if tick.budget.spent():
-                cursor = str(partition)
                 break
-            standing = sight.standings[partition]
             if not self.needs_attention(sight, standing, tick):
                 continue
             try:
-                answer = self.of(partition).attend(standing.claim, sight.run_of(standing), standing.last, tick)
-            except (ConsumerNotFoundError, DatabaseBusyError) as error:
-                reasons[partition] = error.message
+                answer = self.attend(sight, standing, tick)
             except EventSQLError as error:
                 if not requests:
                     raise
                 # If the tick failed now, the claims made so far would have no runs until their leases end.
-                tick.log.warning("the tick ends at %s: %s", self.of(partition).label, error)
-                cursor = str(partition)
+                tick.log.warning("the tick ends at partition %d of %s: %s", standing.partition, self.label, error)
                 break
+            if isinstance(answer, dg.RunRequest):
+                requests[standing.partition] = answer
             else:
-                if isinstance(answer, dg.RunRequest):
-                    requests.append(answer)
-                    tick.budget.requests -= 1
-                else:
-                    reasons[partition] = answer.skip_message or ""
+                reasons[standing.partition] = answer
+        return [requests[partition] for partition in sorted(requests)] or _skipped(sight.standings, reasons)
 
-        if requests:
-            return dg.SensorResult(run_requests=requests, cursor=cursor)
-        return dg.SensorResult(skip_reason=_skipped(sight.standings, reasons), cursor=cursor)
+    def _evaluate_one(self, partition: int, sight: Sight, tick: Tick) -> Answer:
+        """Attend to the only partition, even if it seems to need no attention: the answer says why."""
+        standing, topic, name = sight.standings.get(partition), self.topic, self.consumer.name
+        if standing is None:
+            return dg.SkipReason(
+                f"partition {partition} does not exist: consumer {name!r} of topic {topic.name!r} now has partitions 0 "
+                f"to {max(sight.standings)}, and is defined for {topic.partitions}"
+            )
+        answer = self.attend(sight, standing, tick)
+        if isinstance(answer, dg.RunRequest):
+            return [answer]
+        if self.consumer.partitioned and len(sight.standings) > topic.partitions:
+            raise RedefinitionError(
+                f"topic {topic.name!r} has {len(sight.standings)} partitions and consumer {name!r} is defined for "
+                f"{topic.partitions}: no sensor sees the other partitions. Correct the consumer's Topic(…)"
+            )
+        return answer
 
 
-def _skipped(standings: Mapping[int, PartitionClaims], reasons: Mapping[int, str]) -> dg.SkipReason:
+def _skipped(standings: Mapping[int, PartitionClaims], reasons: Mapping[int, dg.SkipReason]) -> dg.SkipReason:
     leased = sum(standing.leased and partition not in reasons for partition, standing in standings.items())
     idle = len(standings) - len(reasons) - leased
     counts = [f"{idle} of {len(standings)} partitions have no events"]
     if leased:
         counts.append(f"{leased} are leased")
-    shown = [f"{partition}: {reason}" for partition, reason in list(reasons.items())[:SHOWN_REASONS]]
+    shown = [f"{partition}: {reasons[partition].skip_message}" for partition in sorted(reasons)[:SHOWN_REASONS]]
     more = [f"{len(reasons) - SHOWN_REASONS} more wait"] if len(reasons) > SHOWN_REASONS else []
     return (NothingYet if idle else dg.SkipReason)("; ".join([*counts, *shown, *more]))
 
@@ -173,51 +201,29 @@ class SharedWatch:
     def notified_by(self) -> frozenset[tuple[str, str]]:
         return frozenset(each for member in self.members for each in member.notified_by)
 
-    def evaluate(self, tick: Tick, cursor: str | None = None) -> dg.SensorResult:
-        """One tick. `cursor` is the first consumer of this tick: the one after the consumer that got the latest claim.
+    def evaluate(self, tick: Tick) -> Answer:
+        """One tick. Raises `DatabaseUnavailableError`."""
+        looks = [(member, member.look(tick)) for member in self.members]
+        reasons = {member.label: seen for member, seen in looks if isinstance(seen, str)}
+        sights = [(member, seen) for member, seen in looks if isinstance(seen, Sight)]
+        under_way = next((run for _, sight in sights if (run := sight.under_way()) is not None), None)
 
-        Raises `DatabaseUnavailableError`.
-        """
-        looks = {member.label: member.look(tick) for member in self.members}
-        reasons = {label: seen for label, seen in looks.items() if isinstance(seen, str)}
-        sights = {label: seen for label, seen in looks.items() if not isinstance(seen, str)}
-        order = [label for label in beginning_with(cursor, list(looks)) if label in sights]
-        under_way = next((run for label in order if (run := sights[label].under_way()) is not None), None)
-
-        for label, watch, standing in self._to_do(order, sights, tick, claims_alone=under_way is not None):
-            try:
-                answer = watch.attend(standing.claim, sights[label].run_of(standing), None, tick)
-            except (ConsumerNotFoundError, DatabaseBusyError) as error:
-                reasons[watch.label] = error.message
-                continue
+        to_do = [
+            (member, sight, standing)
+            for member, sight in in_random_order(sights)
+            # Shared runs have no successors: the latest claim does not matter.
+            for standing in (replace(each, last=None) for each in sight.standings.values())
+            if (standing.claim is not None or under_way is None) and member.needs_attention(sight, standing, tick)
+        ]
+        # The run of a live claim may be dead.
+        for member, sight, standing in sorted(to_do, key=lambda each: each[2].claim is None):
+            answer = member.attend(sight, standing, tick)
             if isinstance(answer, dg.RunRequest):
-                tick.budget.requests -= 1
-                return dg.SensorResult(run_requests=[answer], cursor=self._after(label))
-            reasons[watch.label] = answer.skip_message or ""
+                return [answer]
+            reasons[partition_label(member.topic.name, standing.partition)] = answer.skip_message or ""
 
-        reason: str | dg.SkipReason
         if under_way is not None:
-            reason = f"run {under_way.dagster_run.run_id} is under way, and consumes the waiting events"
-        elif reasons:
-            reason = "; ".join(f"{label}: {why}" for label, why in list(reasons.items())[:SHOWN_REASONS])
-        else:
-            reason = NothingYet(f"no events wait for {', '.join(order)}")
-        return dg.SensorResult(skip_reason=reason, cursor=cursor)
-
-    def _to_do(
-        self, order: Sequence[str], sights: Mapping[str, Sight], tick: Tick, *, claims_alone: bool
-    ) -> Iterator[tuple[str, PartitionWatch, PartitionClaims]]:
-        """The partitions that need attention, those with a live claim first; with `claims_alone`, only those."""
-        members = {member.label: member for member in self.members}
-        for claimed in (True,) if claims_alone else (True, False):
-            for label in order:
-                member, sight = members[label], sights[label]
-                for partition, standing in sight.standings.items():
-                    if (standing.claim is not None) is claimed and member.needs_attention(
-                        sight, standing, tick, hands_over=False
-                    ):
-                        yield label, member.of(partition), standing
-
-    def _after(self, label: str) -> str:
-        labels = [member.label for member in self.members]
-        return labels[(labels.index(label) + 1) % len(labels)]
+            return dg.SkipReason(f"run {under_way.dagster_run.run_id} is under way, and consumes the waiting events")
+        if reasons:
+            return dg.SkipReason("; ".join(f"{label}: {why}" for label, why in list(reasons.items())[:SHOWN_REASONS]))
+        return NothingYet(f"no events wait for {', '.join(member.label for member in self.members)}")

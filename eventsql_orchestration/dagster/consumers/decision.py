@@ -1,6 +1,6 @@
 """Decides what a tick does about a consumer partition, from its claim, its runs and the time alone.
 
-`decide` is a pure function. `PartitionWatch` carries its decisions out. docs/dagster_failures.md lists the decisions.
+`decide` is a pure function. `PartitionTick` carries its decisions out. docs/dagster_failures.md lists the decisions.
 """
 
 from __future__ import annotations
@@ -134,20 +134,13 @@ def decide(state: PartitionState, limits: RunLimits, options: TickOptions) -> De
     return Wait(f"run {run.run_id} of claim {claim.id} is {run.label}", prolong=True)
 
 
-def needs_attention(
-    standing: PartitionClaims, run: RunState | None, limits: RunLimits, options: TickOptions, *, hands_over: bool = True
-) -> bool:
-    """Whether a tick has to decide about a partition.
-
-    With `hands_over`, a partition may need a successor of the run that drains it.
-    """
+def needs_attention(standing: PartitionClaims, run: RunState | None, limits: RunLimits, options: TickOptions) -> bool:
+    """Whether a tick has to decide about a partition."""
+    drains = draining_run(standing.claim, run, standing.last, limits, options) is not None
     if standing.claim is None:
         # Even if no event waits now, the window of the run that drains the partition may end soon.
-        drains = hands_over and draining_run(None, None, standing.last, limits, options) is not None
         return not standing.leased and (standing.waiting or drains)
-    if hands_over and draining_run(standing.claim, run, None, limits, options) is not None:
-        return True
-    return not (standing.leased and lease_decides(standing.claim, run))
+    return drains or not (standing.leased and lease_decides(standing.claim, run))
 
 
 def lease_decides(claim: Claim, run: RunState | None) -> bool:
@@ -171,14 +164,15 @@ def draining_run(
 
     Without a live claim, it is the owner of the latest claim. But if that claim has been over for longer than
     `drain_idle`, no run drains: a run that finds no more events ends after that time, so the owner has ended or died.
-    With a live claim, it is the claim's owner, if that run was requested for another claim and its window ends soon.
+    With a live claim, it is the claim's owner, if that run drains this partition alone, was requested for another
+    claim, and its window ends soon.
     """
     if claim is None:
         recent = last is not None and last.seconds <= limits.drain_idle + options.slack
         return run_of_owner(last.owner) if last is not None and recent else None
     if run is None or not run.started or run_of_owner(claim.owner) != run.run_id:
         return None
-    if run.tags.get(CLAIM_TAG) == str(claim.id):
+    if run.tags.get(CLAIM_TAG) == str(claim.id) or not _drains_alone(run):
         return None
     return run.run_id if _window_ends_soon(run, limits, options) else None
 

@@ -20,7 +20,7 @@ from typing import Any, Final
 import dagster as dg
 
 from eventsql_orchestration import EventSQL
-from eventsql_orchestration.dagster.consumers.tick import Leased, NothingYet, Watch, evaluate
+from eventsql_orchestration.dagster.consumers.tick import Answer, Leased, NothingYet, Watch, evaluate
 from eventsql_orchestration.dagster.tags import location_tags
 
 MOST_SENSORS: Final = 30
@@ -30,38 +30,36 @@ RESERVED: Final = 3
 """Threads of the daemon and of the code server that are reserved for other ticks and for launching runs."""
 
 
-def evaluate_and_linger(watch: Watch, platform: EventSQL, context: dg.SensorEvaluationContext) -> dg.SensorResult:
+def evaluate_and_linger(watch: Watch, platform: EventSQL, context: dg.SensorEvaluationContext) -> Answer:
     """One tick, like `evaluate`. If it finds nothing, it looks again at each notification, for `linger` seconds."""
     own_runs = location_tags(context.code_location_origin, context.repository_name)
-    look = partial(evaluate, watch, platform, context.instance, context.log, context.cursor, own_runs=own_runs)
+    look = partial(evaluate, watch, platform, context.instance, context.log, own_runs=own_runs)
     deadline = time.monotonic() + watch.options.linger
-    result = look()
-    if not isinstance(result.skip_reason, NothingYet):
-        return result
+    answer = look()
+    if not isinstance(answer, NothingYet):
+        return answer
 
     sensors = 1 if context.repository_def is None else len(context.repository_def.sensor_defs)
     with LINGERING.one_of(at_once(context.instance.get_settings("sensors"), sensors)) as may:
-        return _linger(watch, platform, look, result, deadline) if may else result
+        return _linger(watch, platform, look, answer, deadline) if may else answer
 
 
-def _linger(
-    watch: Watch, platform: EventSQL, look: Callable[[], dg.SensorResult], result: dg.SensorResult, deadline: float
-) -> dg.SensorResult:
+def _linger(watch: Watch, platform: EventSQL, look: Callable[[], Answer], answer: Answer, deadline: float) -> Answer:
     """Look again at each notification until the tick finds something or the deadline has come."""
     options = watch.options
     with _told(platform, watch.notified_by) as told:
-        while isinstance(result.skip_reason, NothingYet) and (left := deadline - time.monotonic()) > 0:
-            if isinstance(result.skip_reason, Leased):
+        while isinstance(answer, NothingYet) and (left := deadline - time.monotonic()) > 0:
+            if isinstance(answer, Leased):
                 # New events belong to the owner of the lease.
                 time.sleep(min(left, options.poll))
             else:
                 told.wait(min(left, options.poll))
             told.clear()
 
-            result = look()
-            if isinstance(result.skip_reason, NothingYet):
+            answer = look()
+            if isinstance(answer, NothingYet):
                 time.sleep(max(0.0, min(options.pause, deadline - time.monotonic())))
-    return result
+    return answer
 
 
 def at_once(settings: Mapping[str, Any], sensors: int = 1, *, cores: int | None = None) -> int:

@@ -9,9 +9,8 @@ from typing import Any
 
 import dagster as dg
 
-from eventsql_orchestration import NOT_PARTITIONED, Topic
-from eventsql_orchestration.consuming.claims import Claim, LastClaim, NoClaim
-from eventsql_orchestration.dagster.consumers.claim_runs import claim_tags, made_at, run_key, runs_of
+from eventsql_orchestration.consuming.claims import Claim, NoClaim, PartitionClaims
+from eventsql_orchestration.dagster.consumers.claim_runs import claim_tags, made_at, run_key
 from eventsql_orchestration.dagster.consumers.decision import (
     PartitionState,
     RequestSuccessor,
@@ -24,7 +23,6 @@ from eventsql_orchestration.dagster.consumers.decision import (
 )
 from eventsql_orchestration.dagster.consumers.handover import successor_of
 from eventsql_orchestration.dagster.consumers.tick import Leased, NothingYet, Tick, Watched
-from eventsql_orchestration.dagster.register import why_unregistered
 from eventsql_orchestration.dagster.tags import (
     AFTER_TAG,
     FINISHED,
@@ -32,95 +30,35 @@ from eventsql_orchestration.dagster.tags import (
     SUCCEEDS_TAG,
     partition_tags,
 )
-from eventsql_orchestration.errors import (
-    ClaimLostError,
-    ConsumerNotFoundError,
-    DatabaseBusyError,
-    RedefinitionError,
-    SchemaOutdatedError,
-    TopicNotFoundError,
-)
-from eventsql_orchestration.orchestration.shards import partition_label
+from eventsql_orchestration.errors import ClaimLostError
 
 
 @dataclass(frozen=True)
-class PartitionWatch(Watched):
-    """Decides what a tick does about one consumer partition."""
+class PartitionTick:
+    """A tick of one partition of a consumer, on the shard of `tick`."""
 
-    partition: int = NOT_PARTITIONED
+    watched: Watched
+    partition: int
+    tick: Tick
 
-    @property
-    def label(self) -> str:
-        return partition_label(self.topic.name, self.partition)
-
-    @property
-    def description(self) -> str:
-        return f"Claims events of {self.label} for consumer {self.consumer.name}, and requests a run for them."
-
-    def evaluate(self, tick: Tick, cursor: str | None = None) -> dg.SensorResult:
-        """One tick.
-
-        Raises `DatabaseUnavailableError`. Raises `RedefinitionError` if there is nothing to do for this partition, and
-        the topic has more partitions than are watched.
-        """
-        answer = self._answer(tick)
-        if isinstance(answer, dg.SkipReason):
-            return dg.SensorResult(skip_reason=answer, cursor=cursor)
-        return dg.SensorResult(run_requests=[answer], cursor=cursor)
-
-    def _answer(self, tick: Tick) -> dg.RunRequest | dg.SkipReason:
-        shard, registered = tick.shard, self.topic
-        key = (self.topic.name, self.consumer.name, self.partition)
-        try:
-            registered = shard.registry.topic(self.topic.name)
-            live = shard.claims.live(*key)
-            run = None if live is None else runs_of([live], self.consumer, shard, tick.instance).get(live.id)
-            answer = self.attend(live, run, shard.claims.last(*key) if live is None else None, tick)
-        except (ConsumerNotFoundError, TopicNotFoundError) as error:
-            why = self._why_missing(registered) or why_unregistered(shard, self.topic, self.consumer)
-            return dg.SkipReason(why or error.message)
-        except (SchemaOutdatedError, DatabaseBusyError) as error:
-            return dg.SkipReason(error.message)
-
-        unwatched = self.partition != NOT_PARTITIONED and registered.partitions > self.topic.partitions
-        if unwatched and isinstance(answer, dg.SkipReason):
-            raise RedefinitionError(
-                f"topic {self.topic.name!r} has {registered.partitions} partitions and consumer "
-                f"{self.consumer.name!r} is defined for {self.topic.partitions}: no sensor sees the other partitions. "
-                "Correct the consumer's Topic(…)"
-            )
-        return answer
-
-    def _why_missing(self, registered: Topic) -> str | None:
-        """Why the consumer does not have the partition; None if the consumer does not exist at all."""
-        if not 0 <= registered.partitions <= self.partition:
-            return None
-        return (
-            f"partition {self.partition} does not exist: topic {self.topic.name!r} now has partitions 0 to "
-            f"{registered.partitions - 1}, but consumer {self.consumer.name!r} is defined for {self.topic.partitions}"
-        )
-
-    def attend(
-        self, live: Claim | None, run: dg.RunRecord | None, last: LastClaim | None, tick: Tick
-    ) -> dg.RunRequest | dg.SkipReason:
+    def attend(self, standing: PartitionClaims, run: dg.RunRecord | None) -> dg.RunRequest | dg.SkipReason:
         """Decide about the partition, and carry the decision out.
 
-        `live` is the live claim, `run` is the run that owns or will own it, and `last` is the latest claim. Raises
-        `ConsumerNotFoundError`, `DatabaseBusyError`, `DatabaseUnavailableError`.
+        `run` is the run that owns or will own the live claim. Raises `ConsumerNotFoundError`, `DatabaseBusyError`,
+        `DatabaseUnavailableError`.
         """
-        state = self._state(live, run, last, tick)
-        decision = decide(state, self.limits, self.options)
+        state = self._state(standing, run)
+        decision = decide(state, self.watched.limits, self.watched.options)
         if isinstance(decision, TryClaim):
-            return self._try_claim(decision, state, tick)
-        return self._do(decision, state, tick)
+            return self._try_claim(decision, state)
+        return self._do(decision, state)
 
-    def _state(
-        self, live: Claim | None, record: dg.RunRecord | None, last: LastClaim | None, tick: Tick
-    ) -> PartitionState:
+    def _state(self, standing: PartitionClaims, record: dg.RunRecord | None) -> PartitionState:
+        tick, live, options = self.tick, standing.claim, self.watched.options
         run = None if record is None else tick.state(record)
         if record is not None and live is not None and not lease_decides(live, run):
-            run = tick.state(record, patience=self.options.adopt_timeout)
-        drains = draining_run(live, run, last, self.limits, self.options)
+            run = tick.state(record, patience=options.adopt_timeout)
+        drains = draining_run(live, run, standing.last, self.watched.limits, options)
         if drains is not None:
             if live is None and (record := tick.instance.get_run_record_by_id(drains)) is not None:
                 run = tick.state(record)
@@ -130,44 +68,42 @@ class PartitionWatch(Watched):
         state = PartitionState(live, run)
         if live is None or run is None:
             return state
-        tags = {**self._tags(tick.shard.name), **tick.own_runs, AFTER_TAG: str(live.range.after)}
+        tags = {**self._tags, **tick.own_runs, AFTER_TAG: str(live.range.after)}
         if run.finished:
             failures, ended = _failures(tags, tick.instance)
             return replace(state, failures=failures, since_failure=tick.clock() - ended)
-        if needs_late_runs(live, run, self.options):
+        if needs_late_runs(live, run, options):
             return replace(state, late=tick.instance.get_runs_count(dg.RunsFilter(tags={**tags, LATE_TAG: "true"})))
         return state
 
-    def _do(
-        self, decision: Wait | RequestSuccessor, state: PartitionState, tick: Tick
-    ) -> dg.RunRequest | dg.SkipReason:
+    def _do(self, decision: Wait | RequestSuccessor, state: PartitionState) -> dg.RunRequest | dg.SkipReason:
         if isinstance(decision, RequestSuccessor):
             run_id = decision.run_id
             config = {"partition": self.partition, "succeeds": run_id}
             # All ticks use the same run key, so there is only one successor.
-            return self._request(f"succeeds-{run_id}", config, {SUCCEEDS_TAG: run_id}, tick.shard.name)
+            return self._request(f"succeeds-{run_id}", config, {SUCCEEDS_TAG: run_id})
         if decision.prolong and state.claim is not None:
             # If the claim is lost, the run has just adopted it.
             with contextlib.suppress(ClaimLostError):
-                tick.shard.claims.renew(state.claim, lease=self.limits.lease)
+                self.tick.shard.claims.renew(state.claim, lease=self.watched.limits.lease)
         return dg.SkipReason(decision.reason)
 
-    def _try_claim(self, decision: TryClaim, state: PartitionState, tick: Tick) -> dg.RunRequest | dg.SkipReason:
-        claims, live, run = tick.shard.claims, state.claim, state.run
+    def _try_claim(self, decision: TryClaim, state: PartitionState) -> dg.RunRequest | dg.SkipReason:
+        tick, live, run = self.tick, state.claim, state.run
         if decision.release and live is not None and run is not None:
-            if claims.release(live):
+            if tick.shard.claims.release(live):
                 tick.log.info("released %s: run %s is %s", live, run.run_id, run.label)
             elif decision.presumed_dead is not None:
                 return dg.SkipReason(f"run {run.run_id} has just adopted {live}")
 
         # If the run committed its claim between the two looks, it is alive, and goes on with the next events.
-        claim = self._claim(tick, instead_of=None if decision.release else live)
+        claim = self._claim(instead_of=None if decision.release else live)
         if isinstance(claim, NoClaim):
             if claim.leased_by is None:
                 return (dg.SkipReason if claim.waiting is None else NothingYet)(claim.reason)
             if decision.when_leased is None:
                 return Leased(claim.reason)
-            return self._do(decision.when_leased, state, tick)
+            return self._do(decision.when_leased, state)
 
         if decision.presumed_dead is not None:
             # Dagster's default launcher does not notice the death, and the run would count against the queue's limit
@@ -179,34 +115,30 @@ class PartitionWatch(Watched):
         # The key has the claim's time too: the claim's id may occur again, and Dagster ignores a key that it knows.
         shard = tick.shard.name
         tags = {**claim_tags(claim.id, made, shard), AFTER_TAG: str(claim.range.after)}
-        return self._request(run_key(claim.id, made, shard), {"claim": claim.id}, tags, shard)
+        return self._request(run_key(claim.id, made, shard), {"claim": claim.id}, tags)
 
-    def _claim(self, tick: Tick, *, instead_of: Claim | None) -> Claim | NoClaim:
-        return tick.shard.claims.claim(
-            self.topic.name,
-            self.consumer.name,
-            self.partition,
-            owner=f"sensor {self.sensor}",
-            min_events=self.limits.min_events,
-            max_events=self.limits.max_events,
-            max_wait=self.limits.max_wait,
-            lease=self.limits.lease,
-            timeout=self.options.statement_timeout,
+    def _claim(self, *, instead_of: Claim | None) -> Claim | NoClaim:
+        watched, limits = self.watched, self.watched.limits
+        return self.tick.shard.claims.claim(
+            watched.topic.name, watched.consumer.name, self.partition,
+            owner=f"sensor {watched.sensor}", min_events=limits.min_events, max_events=limits.max_events,
+            max_wait=limits.max_wait, lease=limits.lease, timeout=watched.options.statement_timeout,
             instead_of=instead_of,
-        )
+        )  # fmt: skip
 
-    def _request(
-        self, key: str, config: Mapping[str, Any], tags: Mapping[str, str], shard: str | None
-    ) -> dg.RunRequest:
+    def _request(self, key: str, config: Mapping[str, Any], tags: Mapping[str, str]) -> dg.RunRequest:
+        shard = self.tick.shard.name
         config = {**config, **({} if shard is None else {"shard": shard})}
         return dg.RunRequest(
             run_key=key,
-            run_config={"ops": {self.op_name: {"config": config}}},
-            tags={**self._tags(shard), **tags},
+            run_config={"ops": {self.watched.op_name: {"config": config}}},
+            tags={**self._tags, **tags},
         )
 
-    def _tags(self, shard: str | None) -> Mapping[str, str]:
-        return partition_tags(self.topic.name, self.consumer.name, self.partition, shard)
+    @property
+    def _tags(self) -> Mapping[str, str]:
+        watched = self.watched
+        return partition_tags(watched.topic.name, watched.consumer.name, self.partition, self.tick.shard.name)
 
 
 def _failures(tags: Mapping[str, str], instance: dg.DagsterInstance) -> tuple[int, float]:

@@ -26,7 +26,7 @@ from typing import Final
 import dagster as dg
 
 from eventsql_orchestration.dagster.consumers.long_poll import evaluate_and_linger
-from eventsql_orchestration.dagster.consumers.tick import Watch
+from eventsql_orchestration.dagster.consumers.tick import Answer, Watch
 from eventsql_orchestration.dagster.resources import EventSQLResource
 from eventsql_orchestration.dagster.tags import CONSUMER_RUN
 
@@ -49,7 +49,7 @@ def build_sensor(
         description=watch.description,
         tags=CONSUMER_RUN,
     )
-    def tick(context: dg.SensorEvaluationContext, eventsql: EventSQLResource) -> dg.SensorResult:
+    def tick(context: dg.SensorEvaluationContext, eventsql: EventSQLResource) -> Answer:
         with eventsql.bounded(watch.options.statement_timeout) as platform:
             return evaluate_and_linger(watch, platform, context)
 

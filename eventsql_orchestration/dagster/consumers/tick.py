@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
+import random
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 import dagster as dg
 
@@ -91,6 +91,10 @@ class Leased(NothingYet):
     """No run is requested because the partition is leased. The end of the lease changes that."""
 
 
+Answer: TypeAlias = list[dg.RunRequest] | dg.SkipReason
+"""What a tick requests, or why it requests nothing."""
+
+
 class Watch(Protocol):
     """Decides what a tick of the sensor with the name `sensor` does on one database.
 
@@ -109,7 +113,7 @@ class Watch(Protocol):
     @property
     def notified_by(self) -> Collection[tuple[str, str]]: ...
 
-    def evaluate(self, tick: Tick, cursor: str | None) -> dg.SensorResult: ...
+    def evaluate(self, tick: Tick) -> Answer: ...
 
 
 @dataclass(frozen=True)
@@ -133,10 +137,9 @@ def evaluate(
     platform: EventSQL,
     instance: dg.DagsterInstance,
     log: logging.Logger,
-    cursor: str | None,
     *,
     own_runs: Mapping[str, str] = MappingProxyType({}),
-) -> dg.SensorResult:
+) -> Answer:
     """One tick, on the only database or on one shard after the other.
 
     The tick logs a shard's fault and goes on with the other shards. It fails only if no other shard requests a run. A
@@ -146,86 +149,41 @@ def evaluate(
     budget = Budget(time.monotonic() + watch.options.budget, watch.options.max_requests)
     tick = Tick(platform.shards[0], instance, log, budget, own_runs=own_runs)
     if len(platform.shards) == 1:
-        return watch.evaluate(tick, cursor)
+        return watch.evaluate(tick)
     try:
-        shards = {each.label: each for each in platform.opened()}
+        shards = platform.opened()
     except SchemaOutdatedError as error:
-        return dg.SensorResult(skip_reason=error.message, cursor=cursor)
+        return dg.SkipReason(error.message)
 
-    before, after, results = _Cursor.parse(cursor), _Cursor(), _Results()
-    for name in beginning_with(before.begin, sorted(shards)):
-        after.of[name] = before.of.get(name)
+    requests: dict[str, list[dg.RunRequest]] = {}
+    reasons: dict[str, dg.SkipReason] = {}
+    errors: list[EventSQLError] = []
+    for shard in in_random_order(shards):
         if budget.spent():
-            after.begin = after.begin or name
-            results.reasons[name] = "the next tick looks at it"
+            reasons[shard.label] = dg.SkipReason("a later tick looks at it")
             continue
         try:
-            result = watch.evaluate(replace(tick, shard=shards[name]), before.of.get(name))
+            answer = watch.evaluate(replace(tick, shard=shard))
         except EventSQLError as error:
-            results.failed(name, error, log)
+            errors.append(error)
+            is_down = isinstance(error, DatabaseUnavailableError)
+            answer = dg.SkipReason(f"it is down: {error.message}" if is_down else error.message)
+            log.warning("shard %s: %s", shard.label, answer.skip_message)
+        if isinstance(answer, dg.SkipReason):
+            reasons[shard.label] = answer
         else:
-            after.of[name] = result.cursor
-            results.add(name, result)
-    return results.result(after.text(cursor))
+            requests[shard.label] = answer
+
+    if requests:
+        return [request for label in sorted(requests) for request in requests[label]]
+    for each in errors:
+        if not isinstance(each, DatabaseUnavailableError) or len(errors) == len(shards):
+            raise each
+    may_change = not errors and any(isinstance(reason, NothingYet) for reason in reasons.values())
+    kind = NothingYet if may_change else dg.SkipReason
+    return kind("; ".join(f"{label}: {reasons[label].skip_message}" for label in sorted(reasons)))
 
 
-@dataclass(slots=True)
-class _Results:
-    """The result of all shards: their requests, or the reasons why there is no run, by shard."""
-
-    requests: list[dg.RunRequest] = field(default_factory=list)
-    reasons: dict[str, str] = field(default_factory=dict)
-    errors: list[EventSQLError] = field(default_factory=list)
-    yet: bool = False
-
-    def add(self, name: str, result: dg.SensorResult) -> None:
-        self.requests += result.run_requests or []
-        self.reasons[name] = "" if result.skip_reason is None else str(result.skip_reason.skip_message)
-        self.yet |= isinstance(result.skip_reason, NothingYet)
-
-    def failed(self, name: str, error: EventSQLError, log: logging.Logger) -> None:
-        is_down = isinstance(error, DatabaseUnavailableError)
-        self.reasons[name] = f"it is down: {error.message}" if is_down else error.message
-        self.errors.append(error)
-        log.warning("shard %s: %s", name, self.reasons[name])
-
-    def result(self, cursor: str | None) -> dg.SensorResult:
-        if self.requests:
-            return dg.SensorResult(run_requests=self.requests, cursor=cursor)
-        for error in self.errors:
-            if not isinstance(error, DatabaseUnavailableError) or len(self.errors) == len(self.reasons):
-                raise error
-        reason = "; ".join(f"{name}: {self.reasons[name]}" for name in sorted(self.reasons))
-        yet = self.yet and not self.errors
-        return dg.SensorResult(skip_reason=NothingYet(reason) if yet else reason, cursor=cursor)
-
-
-@dataclass(slots=True)
-class _Cursor:
-    """The cursor of a tick for the next tick: the first shard, and the cursor of each shard."""
-
-    begin: str | None = None
-    of: dict[str, str | None] = field(default_factory=dict)
-
-    @classmethod
-    def parse(cls, text: str | None) -> _Cursor:
-        """Parse a cursor's text. Another text, such as a cursor of a single database, gives an empty cursor."""
-        try:
-            content: Any = json.loads(text or "{}")
-        except ValueError:
-            return cls()
-        if not isinstance(content, Mapping) or not isinstance(content.get("of"), Mapping):
-            return cls()
-        return cls(content.get("begin"), dict(content["of"]))
-
-    def text(self, before: str | None) -> str | None:
-        of = {name: cursor for name, cursor in self.of.items() if cursor is not None}
-        if before is None and self.begin is None and not of:
-            return None
-        return json.dumps({"begin": self.begin, "of": of})
-
-
-def beginning_with(cursor: str | None, each: Sequence[_T]) -> Sequence[_T]:
-    """The elements of a sequence from the cursor's element on, then the elements before it."""
-    first = next((n for n, one in enumerate(each) if str(one) == cursor), 0)
-    return [*each[first:], *each[:first]]
+def in_random_order(each: Collection[_T]) -> list[_T]:
+    """The elements in random order. A tick may not reach all of them, and its successors begin with others."""
+    return random.sample(list(each), len(each))

@@ -23,7 +23,7 @@ import dagster as dg
 
 from eventsql_orchestration.dagster.consumers.decision import RunState, backoff
 from eventsql_orchestration.dagster.consumers.options import DEFAULT_TICKS, TickOptions
-from eventsql_orchestration.dagster.consumers.tick import NothingYet, Tick
+from eventsql_orchestration.dagster.consumers.tick import Answer, NothingYet, Tick
 from eventsql_orchestration.dagster.register import queue_missing
 from eventsql_orchestration.dagster.tags import FINISHED, HANDLED_TAG, QUEUE_TAG, UNFINISHED, shard_tags
 from eventsql_orchestration.errors import DatabaseBusyError, SchemaOutdatedError
@@ -100,28 +100,25 @@ class QueueWatch:
     def notified_by(self) -> Collection[tuple[str, str]]:
         return ((QUEUE, self.queue),)
 
-    def evaluate(self, tick: Tick, cursor: str | None) -> dg.SensorResult:
+    def evaluate(self, tick: Tick) -> Answer:
         """One tick. Raises `DatabaseUnavailableError`."""
         shard, limits = tick.shard, self.limits
         try:
             rows = rows_of(shard, "queue", "waiting", {"name": self.queue, "limit": limits.min_messages})
         except (SchemaOutdatedError, DatabaseBusyError) as error:
-            return dg.SensorResult(skip_reason=error.message, cursor=cursor)
+            return dg.SkipReason(error.message)
         if not rows:
-            return dg.SensorResult(skip_reason=queue_missing(self.queue), cursor=cursor)
+            return dg.SkipReason(queue_missing(self.queue))
 
         waiting = Waiting(*rows[0])
         # Most ticks find nothing, and need no query of Dagster's storage.
         runs = self._runs(tick) if waiting.messages else RecentRuns()
         reason = why_not(waiting, runs, limits, self.options)
         if reason is not None:
-            return dg.SensorResult(skip_reason=reason, cursor=cursor)
+            return reason
         config = {} if shard.name is None else {"shard": shard.name}
-        request = dg.RunRequest(
-            run_config={"ops": {self.op_name: {"config": config}}},
-            tags={QUEUE_TAG: self.queue, **shard_tags(shard.name)},
-        )
-        return dg.SensorResult(run_requests=[request], cursor=cursor)
+        tags = {QUEUE_TAG: self.queue, **shard_tags(shard.name)}
+        return [dg.RunRequest(run_config={"ops": {self.op_name: {"config": config}}}, tags=tags)]
 
     def _runs(self, tick: Tick) -> RecentRuns:
         tags = {QUEUE_TAG: self.queue, **shard_tags(tick.shard.name), **tick.own_runs}
