@@ -6,6 +6,7 @@ import logging
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 from urllib.parse import quote, urlsplit
 
@@ -54,16 +55,8 @@ class ReplayRequest:
         return {CONF: {name: getattr(self, name) for name in self.__slots__}}
 
 
-@dataclass(frozen=True, slots=True)
-class AirflowJob(BackfillJob):
-    """The DAG `name`, which replays windows of a consumer of a topic."""
-
-    topic: str
-    consumer: str
-
-
-class AirflowRuns(Launcher[AirflowJob]):
-    """Launches runs of a DAG in a running Airflow. The runs go on after this object is closed.
+class AirflowRuns(Launcher):
+    """Launches the runs of a consumer's backfills in a running Airflow. The runs go on after this object is closed.
 
     `dag` is the DAG that consumes; by default the DAG that `claims_asset` of the consumer schedules.
     """
@@ -71,15 +64,17 @@ class AirflowRuns(Launcher[AirflowJob]):
     orchestrator = "Airflow"
     resume_options = RESUME_OPTIONS
 
-    def __init__(self, url: str, dag: str | None = None) -> None:
+    def __init__(self, url: str, topic: str, consumer: str, *, dag: str | None = None) -> None:
         """Raises `ValidationError` for a URL that is not of HTTP."""
         self._api = AirflowApi(url)
+        self._topic = topic
+        self._consumer = consumer
         self._dag = dag
-        self._dag_of: dict[str, str] = {}
-        self._paused: set[str] = set()
+        self._was_paused = False
 
-    def job(self, topic: str, consumer: str) -> AirflowJob:
-        dag = self._dag or self._scheduled_by(topic, consumer)
+    @cached_property
+    def job(self) -> BackfillJob:
+        dag = self._dag or self._scheduled()
         try:
             self._api.ask("GET", f"/dags/{quote(dag, safe='')}")
         except AirflowAnswerError as error:
@@ -91,10 +86,11 @@ class AirflowRuns(Launcher[AirflowJob]):
             for asset in self._api.pages("/assets", "assets", dag_ids=dag)
             if any(task["dag_id"] == dag for task in asset["producing_tasks"])
         ]
-        return AirflowJob(dag, tuple(sorted(assets)), topic, consumer)
+        return BackfillJob(dag, tuple(sorted(assets)))
 
-    def _scheduled_by(self, topic: str, consumer: str) -> str:
-        """The DAG that claims of a consumer schedule. Raises `ValidationError` unless there is exactly one."""
+    def _scheduled(self) -> str:
+        """The DAG that claims of the consumer schedule. Raises `ValidationError` unless there is exactly one."""
+        topic, consumer = self._topic, self._consumer
         path = f"/{topic}/{quote(consumer, safe='')}"
         assets = self._api.pages("/assets", "assets", uri_pattern=f"eventsql://%{path}")
         named = (asset for asset in assets if urlsplit(asset["uri"]).path == path)
@@ -107,55 +103,48 @@ class AirflowRuns(Launcher[AirflowJob]):
             )
         return str(dags[0])
 
-    def require_running(self, job: AirflowJob) -> None:
+    def require_running(self) -> None:
         health = self._api.ask("GET", "/monitor/health")
         if (health.get("scheduler") or {}).get("status") != "healthy":
             raise LocalAirflowError(f"the scheduler of {self._api.url} does not run: start it, or runs would wait")
-        if self._is_paused(job.name):
-            raise LocalAirflowError(f"DAG {job.name} is paused, and its runs would wait: unpause it")
+        if self._is_paused():
+            raise LocalAirflowError(f"DAG {self.job.name} is paused, and its runs would wait: unpause it")
 
-    def _is_paused(self, dag: str) -> bool:
-        return bool(self._api.ask("GET", f"/dags/{quote(dag, safe='')}")["is_paused"])
+    def _is_paused(self) -> bool:
+        return bool(self._api.ask("GET", f"/dags/{quote(self.job.name, safe='')}")["is_paused"])
 
-    def was_run(self, job: AirflowJob, backfill_id: str) -> bool:
-        return any(True for _ in self._runs(job, backfill_id))
+    def was_run(self, backfill_id: str) -> bool:
+        return any(True for _ in self._runs(backfill_id))
 
-    def under_way(self, job: AirflowJob, backfill_id: str) -> dict[str, str]:
-        found = {}
-        for request, run in self._runs(job, backfill_id, state=UNDER_WAY):
-            found[request.window] = run["dag_run_id"]
-            self._dag_of[run["dag_run_id"]] = job.name
-        return found
+    def under_way(self, backfill_id: str) -> dict[str, str]:
+        return {request.window: run["dag_run_id"] for request, run in self._runs(backfill_id, state=UNDER_WAY)}
 
-    def _runs(self, job: AirflowJob, backfill_id: str, **query: Any) -> Iterator[tuple[ReplayRequest, dict[str, Any]]]:
+    def _runs(self, backfill_id: str, **query: Any) -> Iterator[tuple[ReplayRequest, dict[str, Any]]]:
         """The runs of a backfill, with their windows."""
         pattern = f"{_prefix(backfill_id)}%"
         for run in self._api.pages(
-            f"/dags/{quote(job.name, safe='')}/dagRuns", "dag_runs", run_id_pattern=pattern, **query
+            f"/dags/{quote(self.job.name, safe='')}/dagRuns", "dag_runs", run_id_pattern=pattern, **query
         ):
             request = ReplayRequest.read(run["conf"])
-            if request is None or (request.topic, request.consumer) != (job.topic, job.consumer):
+            if request is None or (request.topic, request.consumer) != (self._topic, self._consumer):
                 continue
             if read_key(request.window)[0] == backfill_id:
                 yield request, run
 
-    def launch(self, job: AirflowJob, backfill_id: str, key: str, *, max_failures: int | None = None) -> str:
-        request = ReplayRequest(job.topic, job.consumer, key, max_failures)
+    def launch(self, backfill_id: str, key: str, *, max_failures: int | None = None) -> str:
+        request = ReplayRequest(self._topic, self._consumer, key, max_failures)
         # A window may have several runs, and a name of a shard may have characters that ids of runs may not have.
         run_id = f"{_prefix(backfill_id)}{key.partition(':')[2].partition('@')[0]}__{secrets.token_hex(4)}"
-        note = f"Backfill {backfill_id} of {job.topic}/{job.consumer}, window {key}"
+        note = f"Backfill {backfill_id} of {self._topic}/{self._consumer}, window {key}"
         try:
-            self._api.trigger(job.name, request.conf(), run_id=run_id, note=note)
+            return self._api.trigger(self.job.name, request.conf(), run_id=run_id, note=note)
         except AirflowAnswerError as error:
-            raise RunFailedError(f"DAG {job.name} could not be run: {error}") from error
-        self._dag_of[run_id] = job.name
-        return run_id
+            raise RunFailedError(f"DAG {self.job.name} could not be run: {error}") from error
 
     def ended(self, runs: Iterable[str]) -> dict[str, Ended]:
+        ids, dag = list(runs), self.job.name
         ended = {}
-        waiting = set()
-        for run in runs:
-            dag = self._dag_of[run]
+        for run in ids:
             try:
                 state = self._api.state(dag, run)
             except AirflowAnswerError as error:
@@ -165,17 +154,16 @@ class AirflowRuns(Launcher[AirflowJob]):
             if state not in UNDER_WAY:
                 page = f"{self._api.url}/dags/{quote(dag, safe='')}/runs/{quote(run, safe='')}"
                 ended[run] = Ended(state == "success", f"its run is {state}: see {page}")
-            else:
-                waiting.add(dag)
-        self._tell_paused(waiting)
+        if len(ended) < len(ids):
+            self._tell_paused()
         return ended
 
-    def _tell_paused(self, dags: Iterable[str]) -> None:
-        """Log a warning for each DAG that was paused since the last call: its runs wait."""
-        paused = {dag for dag in dags if self._is_paused(dag)}
-        for dag in sorted(paused - self._paused):
-            logger.warning("DAG %s is paused, and its runs wait: unpause it", dag)
-        self._paused = paused
+    def _tell_paused(self) -> None:
+        """Log a warning if the DAG was paused since the last call: its runs wait."""
+        is_paused = self._is_paused()
+        if is_paused and not self._was_paused:
+            logger.warning("DAG %s is paused, and its runs wait: unpause it", self.job.name)
+        self._was_paused = is_paused
 
 
 def _prefix(backfill_id: str) -> str:

@@ -6,7 +6,7 @@ from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypedDict, Unpack, get_args
+from typing import Annotated, Final, Literal, TypedDict, Unpack, get_args
 
 import click
 
@@ -42,7 +42,7 @@ from eventsql_orchestration.cli.tables import picked, show_list
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.errors import DatabaseBusyError, PartitionLeasedError, RegistryError
 from eventsql_orchestration.orchestration.backfills.driver import BackfillDriver
-from eventsql_orchestration.orchestration.backfills.launcher import BackfillJob, Launcher
+from eventsql_orchestration.orchestration.backfills.launcher import Launcher
 from eventsql_orchestration.orchestration.backfills.registry import Backfills
 from eventsql_orchestration.orchestration.backfills.windows import (
     DEFAULT_MAX_FAILURES,
@@ -139,7 +139,7 @@ def run(
     wanted = _range(consumer, options)
     with (
         _platform(context) as platform,
-        closing(_launcher(context, platform, options)) as launcher,
+        closing(_launcher(context, platform, topic, consumer, options)) as launcher,
     ):
         backfills = _backfills(context, platform)
         work: Plan | Backfill
@@ -155,20 +155,19 @@ def run(
             work = backfills.plan(topic, consumer, wanted)
             runs = work.runs
 
-        job = launcher.job(topic, consumer)
-        summary = summary_of(work, runs, job, options["into"])
+        summary = summary_of(work, runs, launcher.job, options["into"])
         if not options["execute"] or not runs:
             show_backfill(summary, runs, executed=False, as_json=as_json)
             planned = "a plan, nothing runs" if wanted is not None else "the rest of it, nothing runs"
             say(f"{planned}: run it again with --execute" if runs else "there is nothing to replay")
             return
 
-        found = _begin(backfills, work, launcher, job, options)
+        found = _begin(backfills, work, launcher, options)
         if not as_json:
             show_backfill(summary, runs, executed=True, as_json=False)
         driver = BackfillDriver(
             backfills, found, runs,
-            launcher=launcher, job=job, parallel=options["parallel"], max_failures=options["max_failures"],
+            launcher=launcher, parallel=options["parallel"], max_failures=options["max_failures"],
         )  # fmt: skip
         outcome = drive(driver, found)
         outcome = replace(outcome, given_up=_given_up(platform, found))
@@ -194,17 +193,15 @@ def _range(consumer: str, options: _Options) -> ReplayRange | None:
     return None
 
 
-def _begin(
-    backfills: Backfills, work: Plan | Backfill, launcher: Launcher[Any], job: BackfillJob, options: _Options
-) -> Backfill:
+def _begin(backfills: Backfills, work: Plan | Backfill, launcher: Launcher, options: _Options) -> Backfill:
     """Register a plan, or renew the backfill that is resumed, and move the consumer's own offset if that is wanted."""
     if isinstance(work, Backfill):
         backfills.renew(work)
         found = work
     else:
         backfill_id = options["backfill_id"] or new_id()
-        launcher.require_running(job)
-        if launcher.was_run(job, backfill_id) and backfills.find(work.topic, backfill_id, work.consumer) is None:
+        launcher.require_running()
+        if launcher.was_run(backfill_id) and backfills.find(work.topic, backfill_id, work.consumer) is None:
             raise RegistryError(f"backfill {backfill_id} has run before: give another --id, or none")
         found = backfills.register(work, backfill_id, into=options["into"])
     if options["take_over"]:
@@ -233,7 +230,7 @@ def _backfills(context: CliContext, platform: EventSQL) -> Backfills:
     return Backfills(shards if context.shard is None else [shard_named(shards, context.shard)])
 
 
-def _launcher(context: CliContext, platform: EventSQL, options: _Options) -> Launcher[Any]:
+def _launcher(context: CliContext, platform: EventSQL, topic: str, consumer: str, options: _Options) -> Launcher:
     """The place where runs are launched. The caller closes it. Raises `click.UsageError` for contradicting options."""
     airflow = options["orchestrator"] == "airflow"
     # An environment may name the Airflow for other commands.
@@ -243,10 +240,11 @@ def _launcher(context: CliContext, platform: EventSQL, options: _Options) -> Lau
         url = options["airflow_url"] or local_airflow(context.settings.home)
         if url is None:
             raise click.UsageError("no `eventsql dev --dags` runs here: name a running Airflow with --airflow-url")
-        return lazy.AirflowRuns(url, options["dag"])
+        return lazy.AirflowRuns(url, topic, consumer, dag=options["dag"])
     return lazy.dagster_launcher(
-        context.settings.home, platform, options["dagster_url"], options["file"], options["module"]
-    )
+        context.settings.home, platform, topic, consumer,
+        url=options["dagster_url"], file=options["file"], module=options["module"],
+    )  # fmt: skip
 
 
 def _take_over(backfills: Backfills, found: Backfill, resume_options: str, *, new: bool) -> None:

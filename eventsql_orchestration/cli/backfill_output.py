@@ -27,7 +27,7 @@ PROGRESS_SECONDS: Final = 10.0
 """Seconds between two lines of progress, if there is no terminal for a bar."""
 
 
-def drive(driver: BackfillDriver[Any], found: Backfill) -> Outcome:
+def drive(driver: BackfillDriver, found: Backfill) -> Outcome:
     """Drive a backfill to its end with a progress bar, or a line every 10 s if there is no terminal."""
     launcher = driver.launcher
     resume = f"`{resume_command(found.topic, found.consumer, found.id, launcher.resume_options)}`"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -19,8 +18,9 @@ from eventsql_orchestration.orchestration.backfills.launcher import Launcher
 
 
 def dagster_launcher(
-    home: Path, platform: EventSQL, url: str | None, file: Path | None, module: str | None
-) -> Launcher[Any]:
+    home: Path, platform: EventSQL, topic: str, consumer: str,
+    *, url: str | None, file: Path | None, module: str | None,
+) -> Launcher:  # fmt: skip
     """The Dagster at a URL, else the definitions of a file or a module, else the `eventsql dev` of `home`.
 
     Without all of these, the code location of this directory. Raises `click.UsageError` for more than one of them, and
@@ -31,7 +31,7 @@ def dagster_launcher(
         raise click.UsageError("give one of --dagster-url, -f and -m")
     url = url if named else running_url(instance_directory(home))
     if url is not None:
-        return RemoteDagster(url)
+        return RemoteDagster(url, topic, consumer)
 
     location = location_of(file, module) if named else location_here()
     if location is None:
@@ -44,4 +44,4 @@ def dagster_launcher(
         "EVENTSQL_SCHEMA": platform.shards[0].database.schema,
         "PYSPARK_PYTHON": sys.executable,
     }
-    return LocalRuns(CodeLocation(**location), environment=environment)
+    return LocalRuns(CodeLocation(**location), topic, consumer, environment=environment)

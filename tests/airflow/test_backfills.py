@@ -12,10 +12,11 @@ from click.testing import CliRunner
 
 from eventsql_orchestration import Connection, Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.airflow.api import URL_FILE, AirflowApi, running_airflow
-from eventsql_orchestration.airflow.backfills import CONF, AirflowJob, AirflowRuns, ReplayRequest
+from eventsql_orchestration.airflow.backfills import CONF, AirflowRuns, ReplayRequest
 from eventsql_orchestration.cli import main
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.orchestration.backfills.launcher import BackfillJob
 from eventsql_orchestration.orchestration.backfills.registry import Backfills
 from eventsql_orchestration.orchestration.backfills.windows import Backfill, ReplayRange
 from eventsql_orchestration.orchestration.errors import AirflowAnswerError, LocalAirflowError, RunFailedError
@@ -161,33 +162,34 @@ def url(fake: FakeAirflow) -> Iterator[str]:
         yield found
 
 
-JOB = AirflowJob("billing", (), "rides", "billing")
+def runs_in(url: str, consumer: str = "billing", dag: str | None = None) -> AirflowRuns:
+    return AirflowRuns(url, "rides", consumer, dag=dag)
 
 
 def test_the_dag_that_claims_schedule_is_found_with_the_assets_that_it_updates(url: str) -> None:
-    assert AirflowRuns(url).job("rides", "billing") == AirflowJob("billing", ("bills",), "rides", "billing")
+    assert runs_in(url).job == BackfillJob("billing", ("bills",))
 
 
 def test_a_dag_that_cannot_be_found_is_named_with_the_option_that_names_one(url: str, fake: FakeAirflow) -> None:
     with pytest.raises(ValidationError, match=r"no DAG with the schedule claims_asset.*--dag"):
-        AirflowRuns(url).job("rides", "other")
+        _ = runs_in(url, "other").job
     fake.assets[1]["scheduled_dags"].append({"dag_id": "second"})
     with pytest.raises(ValidationError, match="several DAGs \\(billing, second\\)"):
-        AirflowRuns(url).job("rides", "billing")
-    assert AirflowRuns(url, "billing").job("rides", "billing").name == "billing"
+        _ = runs_in(url).job
+    assert runs_in(url, dag="billing").job.name == "billing"
     with pytest.raises(ValidationError, match="has no DAG 'nowhere'"):
-        AirflowRuns(url, "nowhere").job("rides", "billing")
+        _ = runs_in(url, dag="nowhere").job
 
 
 def test_runs_that_would_wait_for_ever_are_not_launched(url: str, fake: FakeAirflow) -> None:
-    runs = AirflowRuns(url)
-    runs.require_running(JOB)
+    runs = runs_in(url)
+    runs.require_running()
     fake.dags["billing"]["is_paused"] = True
     with pytest.raises(LocalAirflowError, match="paused"):
-        runs.require_running(JOB)
+        runs.require_running()
     fake.scheduler = "unhealthy"
     with pytest.raises(LocalAirflowError, match="scheduler"):
-        runs.require_running(JOB)
+        runs.require_running()
 
 
 def test_runs_of_another_command_are_found_by_their_configuration(url: str, fake: FakeAirflow) -> None:
@@ -199,10 +201,10 @@ def test_runs_of_another_command_are_found_by_their_configuration(url: str, fake
         run(1, "one:0-3", "success"), run(2, "one:3-6", "queued"), run(3, "two:0-3", "running"),
         run(4, "one:0-3", "running", "other"), {"dag_run_id": "run-5", "state": "running", "conf": None},
     ]  # fmt: skip
-    runs = AirflowRuns(url)
-    assert runs.under_way(JOB, "one") == {"one:3-6": "run-2"}
-    assert runs.was_run(JOB, "two")
-    assert not runs.was_run(JOB, "three")
+    runs = runs_in(url)
+    assert runs.under_way("one") == {"one:3-6": "run-2"}
+    assert runs.was_run("two")
+    assert not runs.was_run("three")
     assert runs.ended(["run-2"]) == {}
     fake.runs[1]["state"] = "failed"
     assert f"failed: see {url}/dags/billing/runs/run-2" in runs.ended(["run-2"])["run-2"].why
@@ -215,8 +217,8 @@ def test_a_dag_that_is_paused_while_its_runs_wait_is_told_once(
 ) -> None:
     conf = ReplayRequest("rides", "billing", "one:0-3").conf()
     fake.runs = [{"dag_run_id": "run-1", "state": "queued", "conf": conf}]
-    runs = AirflowRuns(url)
-    runs.under_way(JOB, "one")
+    runs = runs_in(url)
+    runs.under_way("one")
     for paused, told in ((False, 0), (True, 1), (True, 1), (False, 1), (True, 2)):
         fake.dags["billing"]["is_paused"] = paused
         assert runs.ended(["run-1"]) == {}
@@ -225,14 +227,17 @@ def test_a_dag_that_is_paused_while_its_runs_wait_is_told_once(
     assert runs.ended(["run-1"])["run-1"].succeeded
 
 
-def test_a_refused_run_raises_an_error_of_the_package(url: str) -> None:
+def test_a_refused_run_raises_an_error_of_the_package(url: str, fake: FakeAirflow) -> None:
+    runs = runs_in(url)
+    assert runs.job.name == "billing"
+    del fake.dags["billing"]
     with pytest.raises(RunFailedError, match="could not be run"):
-        AirflowRuns(url).launch(AirflowJob("gone", (), "rides", "billing"), "one", "one:0-3")
+        runs.launch("one", "one:0-3")
 
 
 def test_a_shard_whose_name_no_run_id_can_have_has_runs(url: str, fake: FakeAirflow) -> None:
     fake.execute = lambda _: None
-    run = AirflowRuns(url).launch(JOB, "one", "one:0-3:1@shard/2")
+    run = runs_in(url).launch("one", "one:0-3:1@shard/2")
     assert run.startswith("eventsql_backfill__one__0-3:1__")
     assert fake.runs[0]["conf"][CONF]["window"] == "one:0-3:1@shard/2"
 

@@ -19,7 +19,6 @@ import requests
 
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.cli.backfill_output import conclude
-from eventsql_orchestration.dagster.backfills.job import DagsterJob
 from eventsql_orchestration.dagster.backfills.local_launcher import LocalRuns
 from eventsql_orchestration.dagster.backfills.remote_launcher import RemoteDagster
 from eventsql_orchestration.dagster.local import webserver
@@ -41,7 +40,6 @@ from tests.waiting import wait_until
 ROOT = Path(__file__).parents[2]
 MODULE = ("-m", "tests.dagster.backfill_location")
 LEDGER = ("backfill", "orders", "ledger")
-DAGSTER_JOB = DagsterJob("backfill_ledger", ("ledger",), "ledger_backfill", "orders/ledger")
 
 
 class Ledger:
@@ -217,9 +215,9 @@ def test_one_object_with_two_names_is_found(ledger: Ledger, tmp_path: Path) -> N
     name, found = CodeLocation(location_file(tmp_path, "two names")).load()
     assert found is location.defs
     assert name in {"defs", "other"}
-    launcher = LocalRuns(CodeLocation(location_file(tmp_path, "two names")), environment={})
+    launcher = LocalRuns(CodeLocation(location_file(tmp_path, "two names")), "orders", "ledger", environment={})
     try:
-        assert launcher.job("orders", "ledger").repository == name
+        assert launcher.job.repository == name
     finally:
         launcher.close()
 
@@ -379,20 +377,21 @@ class Recorder:
         self.launched: list[str] = []
         self.results: dict[str, Ended] = {}
 
-    def job(self, topic: str, consumer: str) -> BackfillJob:
-        raise NotImplementedError
+    @property
+    def job(self) -> BackfillJob:
+        return BackfillJob("job", ())
 
-    def require_running(self, job: BackfillJob) -> None: ...
+    def require_running(self) -> None: ...
 
-    def prepare(self, job: BackfillJob, keys: Any) -> None: ...
+    def prepare(self, keys: Any) -> None: ...
 
-    def was_run(self, job: BackfillJob, backfill_id: str) -> bool:
+    def was_run(self, backfill_id: str) -> bool:
         return False
 
-    def under_way(self, job: BackfillJob, backfill_id: str) -> dict[str, str]:
+    def under_way(self, backfill_id: str) -> dict[str, str]:
         return {}
 
-    def launch(self, job: BackfillJob, backfill_id: str, key: str, *, max_failures: int | None = None) -> str:
+    def launch(self, backfill_id: str, key: str, *, max_failures: int | None = None) -> str:
         self.launched.append(key)
         return key
 
@@ -428,10 +427,9 @@ class Driven:
             if now.running and not self.launcher.results:
                 then()
 
-        job = BackfillJob("job", ())
-        return BackfillDriver(
-            self.backfills, self.backfill, self.plan.runs, launcher=self.launcher, job=job, **options
-        ).run(note)
+        return BackfillDriver(self.backfills, self.backfill, self.plan.runs, launcher=self.launcher, **options).run(
+            note
+        )
 
 
 @pytest.fixture
@@ -553,12 +551,11 @@ def test_a_running_dagster_replays_a_range_as_partitions_of_an_asset(
     ran = run(*LEDGER, "--from", "earliest", "--execute", "--id", "may", "--dagster-url", dagster.url)
     assert (ran.exit_code, "has run before" in ran.stderr) == (1, True)
 
-    remote = RemoteDagster(dagster.url)
+    of_ledger, of_fragile = (RemoteDagster(dagster.url, "orders", name) for name in ("ledger", "fragile"))
     with dagster.instance() as instance:
         instance.report_run_canceling(runs[0])
-    of_ledger, of_fragile = remote.job("orders", "ledger"), remote.job("orders", "fragile")
-    assert remote.under_way(of_ledger, "may") == {runs[0].tags["dagster/partition"]: runs[0].run_id}
-    assert remote.under_way(of_fragile, "may") == {}, "an id is a consumer's own"
+    assert of_ledger.under_way("may") == {runs[0].tags["dagster/partition"]: runs[0].run_id}
+    assert of_fragile.under_way("may") == {}, "an id is a consumer's own"
     with dagster.instance() as instance:
         # Dagster waits for it else when it ends.
         instance.report_run_canceled(runs[0])
@@ -575,9 +572,9 @@ def test_a_running_dagster_replays_a_range_as_partitions_of_an_asset(
 
 def test_a_url_without_a_webserver_is_refused(closed_port: int) -> None:
     with pytest.raises(ValidationError):
-        RemoteDagster("ftp://127.0.0.1")
+        RemoteDagster("ftp://127.0.0.1", "orders", "ledger")
     with pytest.raises(LocalDagsterError, match="no Dagster answers"):
-        RemoteDagster(f"http://127.0.0.1:{closed_port}").require_running(DAGSTER_JOB)
+        RemoteDagster(f"http://127.0.0.1:{closed_port}", "orders", "ledger").require_running()
 
 
 def test_one_of_several_code_locations_with_the_consumer_has_to_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -591,11 +588,10 @@ def test_one_of_several_code_locations_with_the_consumer_has_to_be_named(monkeyp
 
     locations = [location("live")]
     monkeypatch.setattr(webserver.Webserver, "repositories", lambda _: locations)
-    dagster = RemoteDagster("http://127.0.0.1:3000")
-    assert dagster.job("orders", "ledger").location == "live"
+    assert RemoteDagster("http://127.0.0.1:3000", "orders", "ledger").job.location == "live"
     locations.append(location("staging"))
     with pytest.raises(ValidationError):
-        dagster.job("orders", "ledger")
+        _ = RemoteDagster("http://127.0.0.1:3000", "orders", "ledger").job
 
 
 def test_the_password_of_a_url_is_sent_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -608,9 +604,9 @@ def test_the_password_of_a_url_is_sent_and_not_shown(monkeypatch: pytest.MonkeyP
         return answer
 
     monkeypatch.setattr(requests, "post", post)
-    dagster = RemoteDagster("http://somebody:secret@127.0.0.1:3000/")
+    dagster = RemoteDagster("http://somebody:secret@127.0.0.1:3000/", "orders", "ledger")
     with pytest.raises(LocalDagsterError, match="is not a webserver of Dagster") as raised:
-        dagster.require_running(DAGSTER_JOB)
+        dagster.require_running()
     assert asked == ["http://somebody:secret@127.0.0.1:3000/graphql"]
     assert dagster.url == "http://127.0.0.1:3000"
     assert "secret" not in str(raised.value)

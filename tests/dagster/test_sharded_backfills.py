@@ -58,7 +58,7 @@ def everything(backfills: Backfills, **cut: Any) -> Plan:
     return backfills.plan("orders", "ledger", ReplayRange(Earliest(), **cut))
 
 
-class InProcess(Launcher[DagsterJob]):
+class InProcess(Launcher):
     """Executes each run when it is launched."""
 
     orchestrator = "a test"
@@ -68,16 +68,17 @@ class InProcess(Launcher[DagsterJob]):
         self.instance = instance
         self.results: dict[str, Ended] = {}
 
-    def job(self, topic: str, consumer: str) -> DagsterJob:
+    @property
+    def job(self) -> DagsterJob:
         return JOB
 
-    def prepare(self, job: DagsterJob, keys: Any) -> None:
-        self.instance.add_dynamic_partitions(job.partitions, list(keys))
+    def prepare(self, keys: Any) -> None:
+        self.instance.add_dynamic_partitions(JOB.partitions, list(keys))
 
-    def was_run(self, job: DagsterJob, backfill_id: str) -> bool:
+    def was_run(self, backfill_id: str) -> bool:
         return False
 
-    def launch(self, job: DagsterJob, backfill_id: str, key: str, *, max_failures: int | None = None) -> str:
+    def launch(self, backfill_id: str, key: str, *, max_failures: int | None = None) -> str:
         result = self.replays.execute_in_process(instance=self.instance, partition_key=key, raise_on_error=False)
         self.results[result.run_id] = Ended(result.success, "it failed")
         return result.run_id
@@ -100,7 +101,7 @@ def test_each_shard_is_replayed_by_runs_of_its_own_and_live_offsets_stay(
 
     outcome = BackfillDriver(
         backfills, backfills.register(plan, "may"), plan.runs,
-        launcher=InProcess(location, instance), job=JOB, parallel=1,
+        launcher=InProcess(location, instance), parallel=1,
     ).run(note)  # fmt: skip
     assert (outcome.done, done[-1]) == (True, 8)
     assert backfills.find("orders", "may") is None

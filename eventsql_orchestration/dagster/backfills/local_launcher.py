@@ -10,6 +10,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Final
 
@@ -28,8 +29,8 @@ GRACE: Final = 15.0
 """Seconds in which an interrupted run may give its claim back. After them, the run is killed."""
 
 
-class LocalRuns(Launcher[DagsterJob]):
-    """Launches each run as a process, on the instance of DAGSTER_HOME.
+class LocalRuns(Launcher):
+    """Launches each run of a consumer's backfills as a process, on the instance of DAGSTER_HOME.
 
     Without DAGSTER_HOME, the instance lasts as long as this object. `environment` is added to the environment of the
     processes.
@@ -38,8 +39,9 @@ class LocalRuns(Launcher[DagsterJob]):
     orchestrator = "Dagster"
     outlives = False
 
-    def __init__(self, location: CodeLocation, *, environment: Mapping[str, str]) -> None:
+    def __init__(self, location: CodeLocation, topic: str, consumer: str, *, environment: Mapping[str, str]) -> None:
         self.location = location
+        self._of = backfill_of(topic, consumer)
         self._directory = tempfile.TemporaryDirectory(prefix="eventsql-backfill-")
         home = os.environ.get("DAGSTER_HOME")
         if not home:
@@ -49,8 +51,9 @@ class LocalRuns(Launcher[DagsterJob]):
         self._instance = dg.DagsterInstance.from_config(home)
         self._processes: dict[str, tuple[subprocess.Popen[bytes], str]] = {}
 
-    def job(self, topic: str, consumer: str) -> DagsterJob:
-        of = backfill_of(topic, consumer)
+    @cached_property
+    def job(self) -> DagsterJob:
+        of = self._of
         name, definitions = self.location.load()
         for job in definitions.resolve_all_job_defs():
             if job.tags.get(BACKFILL_OF_TAG) == of:
@@ -60,16 +63,16 @@ class LocalRuns(Launcher[DagsterJob]):
                 assert isinstance(asset.partitions_def, dg.DynamicPartitionsDefinition), "given with the metadata"
                 assets = tuple(asset.metadata[ASSETS_METADATA].value)
                 return DagsterJob(job.name, assets, str(asset.partitions_def.name), of, repository=name)
-        raise ValidationError(f"{self.location} has no job for backfills of {topic}/{consumer}: {DEFINE_IT}")
+        raise ValidationError(f"{self.location} has no job for backfills of {of}: {DEFINE_IT}")
 
-    def prepare(self, job: DagsterJob, keys: Sequence[str]) -> None:
-        self._instance.add_dynamic_partitions(job.partitions, list(keys))
+    def prepare(self, keys: Sequence[str]) -> None:
+        self._instance.add_dynamic_partitions(self.job.partitions, list(keys))
 
-    def was_run(self, job: DagsterJob, backfill_id: str) -> bool:
-        return bool(self._instance.get_runs(dg.RunsFilter(tags=job.tags(backfill_id)), limit=1))
+    def was_run(self, backfill_id: str) -> bool:
+        return bool(self._instance.get_runs(dg.RunsFilter(tags=self.job.tags(backfill_id)), limit=1))
 
-    def launch(self, job: DagsterJob, backfill_id: str, key: str, *, max_failures: int | None = None) -> str:
-        number = uuid.uuid4().hex
+    def launch(self, backfill_id: str, key: str, *, max_failures: int | None = None) -> str:
+        job, number = self.job, uuid.uuid4().hex
         # fmt: off
         command = [
             sys.executable, "-m", "dagster", "job", "execute", *self.location.arguments(), "-a", job.repository,

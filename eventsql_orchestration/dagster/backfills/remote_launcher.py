@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Final
 
 from eventsql_orchestration.dagster.backfills.assets import ASSETS_METADATA, backfill_of
@@ -37,12 +38,12 @@ query ($run: ID!) {
 """
 
 
-class RemoteDagster(Launcher[DagsterJob]):
-    """Launches runs in a Dagster that is running. The runs go on after this object is closed."""
+class RemoteDagster(Launcher):
+    """Launches the runs of a consumer's backfills in a running Dagster. They go on after this object is closed."""
 
     orchestrator = "Dagster"
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, topic: str, consumer: str) -> None:
         """Raises `ValidationError` if the URL is not an HTTP URL."""
         self._webserver = Webserver(
             url,
@@ -50,9 +51,11 @@ class RemoteDagster(Launcher[DagsterJob]):
             "without a running Dagster",
         )
         self.url = self._webserver.url
+        self._of = backfill_of(topic, consumer)
 
-    def job(self, topic: str, consumer: str) -> DagsterJob:
-        of = backfill_of(topic, consumer)
+    @cached_property
+    def job(self) -> DagsterJob:
+        of = self._of
         found = [
             _job(repository, job["name"], of)
             for repository in self._webserver.repositories()
@@ -70,13 +73,14 @@ class RemoteDagster(Launcher[DagsterJob]):
             )
         return found[0]
 
-    def require_running(self, job: DagsterJob) -> None:  # noqa: ARG002 - as of any launcher
+    def require_running(self) -> None:
         if not self._webserver.starts_runs():
             raise LocalDagsterError(
                 f"the daemon of {self.url} does not run, and runs would wait in its queue: start `dagster-daemon run`"
             )
 
-    def prepare(self, job: DagsterJob, keys: Sequence[str]) -> None:
+    def prepare(self, keys: Sequence[str]) -> None:
+        job = self.job
         selector = {"repositoryLocationName": job.location, "repositoryName": job.repository}
         for key in keys:
             answer = self._webserver.ask(_ADD_PARTITION, selector=selector, name=job.partitions, key=key)
@@ -84,14 +88,15 @@ class RemoteDagster(Launcher[DagsterJob]):
             if added["__typename"] not in {"AddDynamicPartitionSuccess", "DuplicateDynamicPartitionError"}:
                 raise RunFailedError(f"partition {key} was refused: {added.get('message') or added['__typename']}")
 
-    def was_run(self, job: DagsterJob, backfill_id: str) -> bool:
-        return bool(self._webserver.runs(tags=listed_tags(job.tags(backfill_id)), limit=1))
+    def was_run(self, backfill_id: str) -> bool:
+        return bool(self._webserver.runs(tags=listed_tags(self.job.tags(backfill_id)), limit=1))
 
-    def under_way(self, job: DagsterJob, backfill_id: str) -> dict[str, str]:
-        runs = self._webserver.runs(tags=listed_tags(job.tags(backfill_id)), statuses=_UNDER_WAY)
+    def under_way(self, backfill_id: str) -> dict[str, str]:
+        runs = self._webserver.runs(tags=listed_tags(self.job.tags(backfill_id)), statuses=_UNDER_WAY)
         return {run.tags[DAGSTER_PARTITION_TAG]: run.id for run in runs if DAGSTER_PARTITION_TAG in run.tags}
 
-    def launch(self, job: DagsterJob, backfill_id: str, key: str, *, max_failures: int | None = None) -> str:
+    def launch(self, backfill_id: str, key: str, *, max_failures: int | None = None) -> str:
+        job = self.job
         return self._webserver.launch(
             job.repository, job.location, job.name,
             config=job.config(max_failures), tags=job.run_tags(backfill_id, key),

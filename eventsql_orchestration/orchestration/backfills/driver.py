@@ -6,9 +6,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Generic
 
-from eventsql_orchestration.orchestration.backfills.launcher import Ended, Job, Launcher
+from eventsql_orchestration.orchestration.backfills.launcher import Ended, Launcher
 from eventsql_orchestration.orchestration.backfills.registry import Backfills
 from eventsql_orchestration.orchestration.backfills.windows import DEFAULT_MAX_FAILURES, Backfill, PlannedRun
 
@@ -45,7 +44,7 @@ class Outcome:
 
 
 @dataclass
-class BackfillDriver(Generic[Job]):
+class BackfillDriver:
     """Launches the runs that are left of a backfill, at most `parallel` at once, in the order of their windows.
 
     With `parallel=1`, no run is launched after a failed run: later events would overtake the events of its window. No
@@ -56,8 +55,7 @@ class BackfillDriver(Generic[Job]):
     backfills: Backfills
     backfill: Backfill
     runs: Sequence[PlannedRun]
-    launcher: Launcher[Job]
-    job: Job
+    launcher: Launcher
     parallel: int
     max_failures: int | None = None
     _given_up: dict[str, int] = field(default_factory=dict, init=False)
@@ -76,9 +74,9 @@ class BackfillDriver(Generic[Job]):
 
     def run(self, on_progress: Callable[[DriverProgress], None] = lambda _: None) -> Outcome:
         """Drive it to its end. Raises `LocalProcessError`, and `RunFailedError` if a run is refused."""
-        self.launcher.require_running(self.job)
-        self.launcher.prepare(self.job, list(self._planned))
-        under_way = self.launcher.under_way(self.job, self.backfill.id)
+        self.launcher.require_running()
+        self.launcher.prepare(list(self._planned))
+        under_way = self.launcher.under_way(self.backfill.id)
         self._running = {key: run for key, run in under_way.items() if key in self._planned}
         while True:
             # Ask for ended runs before looking at the windows: a run that has ended changes nothing any more.
@@ -173,8 +171,7 @@ class BackfillDriver(Generic[Job]):
             if len(self._running.keys() | (leased & set(left))) >= self.parallel:
                 break
             if key not in self._running and key not in leased:
-                launch = self.launcher.launch
-                self._running[key] = launch(self.job, self.backfill.id, key, max_failures=self.max_failures)
+                self._running[key] = self.launcher.launch(self.backfill.id, key, max_failures=self.max_failures)
         return any(key not in self._running for key in left)
 
     def _progress(self, consumed: dict[str, int]) -> DriverProgress:

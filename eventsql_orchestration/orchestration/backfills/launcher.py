@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,9 +15,6 @@ class BackfillJob:
     assets: tuple[str, ...]
 
 
-Job = TypeVar("Job", bound=BackfillJob)
-
-
 @dataclass(frozen=True, slots=True)
 class Ended:
     """How a run ended; `why` is the reason if it failed."""
@@ -26,8 +23,8 @@ class Ended:
     why: str = ""
 
 
-class Launcher(Protocol[Job]):
-    """Launches the runs of backfills, and tells how they end."""
+class Launcher(Protocol):
+    """Launches the runs of a consumer's backfills, and tells how they end."""
 
     orchestrator: str
     """Its name for people."""
@@ -38,28 +35,29 @@ class Launcher(Protocol[Job]):
     outlives: bool = True
     """Whether runs go on after the command ends."""
 
-    def job(self, topic: str, consumer: str) -> Job:
-        """The job of a consumer's backfills. Raises `ValidationError` if there is none."""
+    @property
+    def job(self) -> BackfillJob:
+        """The job of the consumer's backfills. Raises `ValidationError` if there is none."""
 
-    def require_running(self, job: Job) -> None:  # noqa: ARG002 - some launchers start runs themselves
+    def require_running(self) -> None:
         """Raises `LocalProcessError` if a run that is launched would not start."""
         return
 
-    def prepare(self, job: Job, keys: Sequence[str]) -> None:  # noqa: ARG002 - some have nothing to prepare
+    def prepare(self, keys: Sequence[str]) -> None:  # noqa: ARG002 - some have nothing to prepare
         """Create the partitions of these keys, if the orchestrator has partitions."""
         return
 
-    def was_run(self, job: Job, backfill_id: str) -> bool:
+    def was_run(self, backfill_id: str) -> bool:
         """Whether there are runs of a backfill, ended or not."""
 
-    def under_way(self, job: Job, backfill_id: str) -> dict[str, str]:  # noqa: ARG002 - a launcher may know its runs
+    def under_way(self, backfill_id: str) -> dict[str, str]:  # noqa: ARG002 - a launcher may know its runs
         """The ids of the runs of a backfill that have not ended, by partition key.
 
         A launcher that cannot know them gives none: then only the lease of a window shows whether a run is alive.
         """
         return {}
 
-    def launch(self, job: Job, backfill_id: str, key: str, *, max_failures: int | None = None) -> str:
+    def launch(self, backfill_id: str, key: str, *, max_failures: int | None = None) -> str:
         """Launch the run of a partition key; gives its id. Raises `RunFailedError`."""
 
     def ended(self, runs: Iterable[str]) -> dict[str, Ended]:
