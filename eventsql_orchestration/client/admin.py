@@ -23,9 +23,9 @@ from eventsql_orchestration.errors import (
 )
 from eventsql_orchestration.maintenance.compaction import Compaction
 from eventsql_orchestration.maintenance.erasure import Erasure, ErasureRecord
-from eventsql_orchestration.maintenance.repartitioning import RETRY_SECONDS, Repartitioning, Step
+from eventsql_orchestration.maintenance.repartitioning import RETRY_SECONDS, Repartitioning
 from eventsql_orchestration.maintenance.retention import RUN_SECONDS, Dropped
-from eventsql_orchestration.maintenance.seek import Choose, Move
+from eventsql_orchestration.maintenance.seek import Move
 from eventsql_orchestration.retry import Backoff
 from eventsql_orchestration.shards.barriers import Barriers, HeldBack
 from eventsql_orchestration.shards.bootstrap import unnamed
@@ -63,12 +63,9 @@ class ClusterSeeker:
         return [replace(move, shard=shard.label) for shard, moves in planned for move in moves]
 
     def execute(
-        self, topic: str, consumer: str, position: Position,
-        *, partition: int | None = None, force: bool = False, choose: Choose | None = None,
-    ) -> list[Move]:  # fmt: skip
+        self, topic: str, consumer: str, position: Position, *, partition: int | None = None, force: bool = False
+    ) -> list[Move]:
         """Move a consumer to `position`, in one partition or in all at once. Gives the moves.
-
-        `choose` gets the locked partitions and gives the partitions to move. If it raises, nothing moves.
 
         Running and later consumptions go on from the new position. The failures of the failing event are forgotten, and
         an uncommitted claim is released. The counts of consumed events stay, because they count handlings.
@@ -82,15 +79,13 @@ class ClusterSeeker:
         added, the consumer gets the events of the new shards after it has consumed the older events of the old shards:
         a key's events come in their order again.
         """
-
-        def move(shard: Shard) -> list[Move]:
-            return shard.seeker.execute(topic, consumer, position, partition=partition, force=force, choose=choose)
-
-        if self._cluster.lone is not None:
-            return move(self._cluster.lone)
+        if self._lone is not None:
+            return self._lone.execute(topic, consumer, position, partition=partition, force=force)
         self._check(topic, consumer, position, partition)
         with self._barriers.moving(topic, consumer):
-            done = self._cluster.fan_out(move)
+            done = self._cluster.fan_out(
+                lambda shard: shard.seeker.execute(topic, consumer, position, partition=partition, force=force)
+            )
         return [replace(each, shard=shard.label) for shard, moves in done.items() for each in moves]
 
     def _check(self, topic: str, consumer: str, position: Position, partition: int | None) -> None:
@@ -204,9 +199,7 @@ class ClusterRepartitioner:
         self._cluster = cluster
         self._coordinator = TwoPhaseCoordinator(cluster.reachable)
 
-    def repartition(
-        self, topic: str, partitions: int, *, finish: Step = lambda: None, timeout: float = RETRY_SECONDS
-    ) -> Repartitioning | None:
+    def repartition(self, topic: str, partitions: int, *, timeout: float = RETRY_SECONDS) -> Repartitioning | None:
         """Give a partitioned topic another number of partitions, more or fewer. None if it has that number already.
 
         Publishers and consumers go on meanwhile. The change takes effect at one offset of the log: events up to there
@@ -216,28 +209,22 @@ class ClusterRepartitioner:
 
         Tries for up to `timeout` seconds while batches or publishers' transactions are under way. Each attempt makes
         other partitions wait for at most three seconds, and other publishers for half a second. Raises
-        `DatabaseBusyError`, with nothing changed, if no attempt succeeds. `finish`, called before each attempt,
-        finishes publications over several shards. Raises `TopicNotFoundError`, `RedefinitionError` for a topic that is
-        not partitioned, `ValidationError`.
+        `DatabaseBusyError`, with nothing changed, if no attempt succeeds. Raises `TopicNotFoundError`,
+        `RedefinitionError` for a topic that is not partitioned, `ValidationError`.
 
         With several shards, gives the result of the last shard that changed. Earlier publications over several shards
         come first, on all of them; if they are not finished in `timeout` seconds, nothing is changed. If a later shard
         fails, the shards before it have changed: call this again.
         """
         if self._cluster.lone is not None:
-            lone = self._cluster.lone
-            return lone.repartitioner.repartition(topic, partitions, finish=finish, timeout=timeout)
-
-        def finish_all() -> None:
-            finish()
-            self._finish()
+            return self._cluster.lone.repartitioner.repartition(topic, partitions, timeout=timeout)
 
         # Wait before the first shard changes, and only if all shards are up.
         await_finished = cache(lambda: self._await_finished(topic, timeout))
 
         def change(shard: Shard) -> Repartitioning | None:
             await_finished()
-            return shard.repartitioner.repartition(topic, partitions, finish=finish_all, timeout=timeout)
+            return shard.repartitioner.repartition(topic, partitions, finish=self._finish, timeout=timeout)
 
         done = self._cluster.fan_out(change)
         return next((change for change in reversed(list_of(done.values())) if change is not None), None)

@@ -281,23 +281,19 @@ class ClusterTransfer:
         self._barriers = barriers
         self.coordinator = TwoPhaseCoordinator(cluster.reachable)
 
-    def run_once(
-        self, topics: Iterable[str] | None = None, *, deadline: float | None = None, retry_held: bool = False
-    ) -> dict[str, int]:
+    def run_once(self, topics: Iterable[str] | None = None) -> dict[str, int]:
         """Move the events visible in the buffer now, of `topics` or of all; gives the number of events by topic.
 
         Topics take turns, one batch each, so that a busy topic does not delay the others. A topic that another transfer
         holds is left to it. A topic whose events cannot be moved does not stop the others; its error is raised at the
         end. A failed batch is tried again with half as many events, and `StuckEventError` names an event that fails
-        alone. Unknown topics are ignored. No round begins after `deadline`, a time of `time.monotonic`. With
-        `retry_held`, a topic that another transfer holds is tried again until `deadline`, instead of being left to that
-        transfer.
+        alone. Unknown topics are ignored.
 
         A shard that fails does not stop the other shards. Its error is raised after they are done, unless the shard is
         down. Raises `DatabaseUnavailableError` if no shard is up, `SequenceError` and other kinds of `DatabaseError`.
         """
         if self._cluster.lone is not None:
-            return self._cluster.lone.transfer.run_once(topics, deadline=deadline, retry_held=retry_held)
+            return self._cluster.lone.transfer.run_once(topics)
         wanted = None if topics is None else list(topics)
         moved: Counter[str] = Counter()
         failed: list[DatabaseError] = []
@@ -305,7 +301,7 @@ class ClusterTransfer:
         for shard in self._cluster.up():
             try:
                 with self._cluster.using(shard):
-                    moved.update(shard.transfer.run_once(wanted, deadline=deadline, retry_held=retry_held))
+                    moved.update(shard.transfer.run_once(wanted))
             except DatabaseUnavailableError:
                 continue
             except DatabaseError as error:

@@ -90,7 +90,10 @@ class Repartitioner:
     def repartition(
         self, topic: str, partitions: int, *, finish: Step = lambda: None, timeout: float = RETRY_SECONDS
     ) -> Repartitioning | None:
-        """See `ClusterRepartitioner.repartition`."""
+        """See `ClusterRepartitioner.repartition`.
+
+        `finish` is called before each attempt, and finishes publications over several shards.
+        """
         if partitions == NOT_PARTITIONED:
             raise ValidationError("a topic cannot lose its partitions while it has events: give a number of at least 1")
         Topic(topic, partitions)

@@ -85,7 +85,10 @@ class Seeker:
         self, topic: str, consumer: str, position: Position,
         *, partition: int | None = None, force: bool = False, choose: Choose | None = None,
     ) -> list[Move]:  # fmt: skip
-        """See `ClusterSeeker.execute`."""
+        """See `ClusterSeeker.execute`.
+
+        `choose` gets the locked partitions and gives the partitions to move. If it raises, nothing moves.
+        """
         wanted = choose_partitions(self._registry.consumer(topic, consumer), partition)
         with self._database.core() as connection:
             before, known = self._lock(connection, topic, consumer, wanted)

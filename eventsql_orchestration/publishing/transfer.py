@@ -74,7 +74,11 @@ class Transfer:
     def run_once(
         self, topics: Iterable[str] | None = None, *, deadline: float | None = None, retry_held: bool = False
     ) -> dict[str, int]:
-        """Move the events visible in the buffer now. See `ClusterTransfer.run_once`."""
+        """Move the events visible in the buffer now. See `ClusterTransfer.run_once`.
+
+        No round begins after `deadline`, a time of `time.monotonic`. With `retry_held`, a topic that another transfer
+        holds is tried again until `deadline`, instead of being left to that transfer.
+        """
         wanted = None if topics is None else list(topics)
         moved: Counter[str] = Counter()
         failed: dict[str, EventSQLError] = {}

@@ -1,7 +1,7 @@
 """The shards of a platform: all shards, the shards that can be reached, and the shard of a key.
 
-A platform that was opened with one URL has a cluster of one shard. It asks nothing about shards: every method here
-answers at once from that shard.
+A platform that was opened with one URL has a cluster of one shard, and asks nothing about shards: `open`, `owner`,
+`known`, `members`, `each_up` and `fan_out` answer at once from that shard. Other methods choose one of several.
 """
 
 from __future__ import annotations
@@ -150,8 +150,6 @@ class Cluster:
 
     def refresh(self) -> None:
         """Read the set of shards again."""
-        if self.lone is not None:
-            return
         self.current()
         if states := self._look([shard for shard in self._shards if shard.down is None]):
             compare(_named(states), unreached(states.values()))
@@ -231,8 +229,6 @@ class Cluster:
 
     def all(self) -> list[Shard]:
         """All shards, the oldest first. Raises as `named`."""
-        if self.lone is not None:
-            return [self.lone]
         return sorted(map(self.named, self.current().names), key=self._age)
 
     def known(self) -> list[Shard]:
@@ -353,8 +349,6 @@ class Cluster:
 
     def any(self) -> Shard:
         """A shard that can be reached, in turns. Raises `DatabaseUnavailableError` if none can be reached."""
-        if self.lone is not None:
-            return self.lone
         self.current()
         candidates = [shard for shard in self._shards if shard.active or shard.down is not None]
         first = next(self._turns) % len(candidates)
@@ -372,8 +366,6 @@ class Cluster:
 
     def of_connection(self, connection: Connection) -> Shard:
         """The shard that a caller's connection leads to. Raises `ShardSetError`."""
-        if self.lone is not None:
-            return self.lone
         self.current()
         name = self._of_connections.get(connection)
         if name is None:
