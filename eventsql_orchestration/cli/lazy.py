@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from eventsql_orchestration.airflow.backfills import AirflowRuns
     from eventsql_orchestration.airflow.trace import ServedDagRuns
     from eventsql_orchestration.capture.values import drop_command
-    from eventsql_orchestration.cli.dagster_launcher import dagster_launcher
-    from eventsql_orchestration.cli.dagster_runs import dagster_runs, local_dagster
+    from eventsql_orchestration.cli.dagster_here import dagster_launcher, dagster_runs, local_dagster
     from eventsql_orchestration.cli.failures import message_of
     from eventsql_orchestration.client.eventsql import EventSQL
     from eventsql_orchestration.database import Queries
@@ -62,8 +61,7 @@ __getattr__ = on_first_use(
         f"{_PACKAGE}.airflow.backfills": ("AirflowRuns",),
         f"{_PACKAGE}.airflow.trace": ("ServedDagRuns",),
         f"{_PACKAGE}.capture.values": ("drop_command",),
-        f"{_PACKAGE}.cli.dagster_launcher": ("dagster_launcher",),
-        f"{_PACKAGE}.cli.dagster_runs": ("dagster_runs", "local_dagster"),
+        f"{_PACKAGE}.cli.dagster_here": ("dagster_launcher", "dagster_runs", "local_dagster"),
         f"{_PACKAGE}.cli.failures": ("message_of",),
         f"{_PACKAGE}.client.eventsql": ("EventSQL",),
         f"{_PACKAGE}.database.embedded": ("EmbeddedPostgres",),

@@ -1,11 +1,15 @@
-"""Finds the Dagster in which `eventsql backfill` launches runs."""
+"""Finds the Dagster in which `eventsql backfill` launches runs, and in which `eventsql trace` looks them up."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
+import dagster as dg
 
 from eventsql_orchestration.cli.location import NO_LOCATION, location_here, location_of
 from eventsql_orchestration.client.eventsql import EventSQL
@@ -13,8 +17,10 @@ from eventsql_orchestration.dagster.backfills.local_launcher import LocalRuns
 from eventsql_orchestration.dagster.backfills.remote_launcher import RemoteDagster
 from eventsql_orchestration.dagster.local.code_location import CodeLocation
 from eventsql_orchestration.dagster.local.dagster_process import running_url
-from eventsql_orchestration.dagster.local.instance import instance_directory
+from eventsql_orchestration.dagster.local.instance import CONFIG_FILE, STORAGE_VARIABLE, instance_directory, storage_url
+from eventsql_orchestration.dagster.trace.runs import ServedRuns, StoredRuns
 from eventsql_orchestration.orchestration.backfills.launcher import Launcher
+from eventsql_orchestration.orchestration.trace.runs import Runs
 
 
 def dagster_launcher(
@@ -45,3 +51,34 @@ def dagster_launcher(
         "PYSPARK_PYTHON": sys.executable,
     }
     return LocalRuns(CodeLocation(**location), topic, consumer, environment=environment)
+
+
+def local_dagster(home: Path) -> str | None:
+    """The URL of the `eventsql dev` that runs in this home; None if none answers, or DAGSTER_HOME names an instance."""
+    return None if os.environ.get("DAGSTER_HOME") else running_url(instance_directory(home))
+
+
+@contextlib.contextmanager
+def dagster_runs(home: Path, dsn: str, url: str | None) -> Iterator[Runs | Exception | None]:
+    """The runs of the Dagster at a URL, else of the instance of DAGSTER_HOME, else of `eventsql dev` in `home`.
+
+    None without any of them, and the error of an instance that cannot be opened. Raises `ValidationError` if a URL is
+    not an HTTP URL.
+    """
+    if url is not None:
+        yield ServedRuns(url)
+        return
+    directory = os.environ.get("DAGSTER_HOME")
+    if not directory and (instance_directory(home) / CONFIG_FILE).exists():
+        directory = str(instance_directory(home))
+        os.environ.setdefault(STORAGE_VARIABLE, storage_url(dsn))
+    if not directory:
+        yield None
+        return
+    with contextlib.ExitStack() as opened:
+        found: Runs | Exception
+        try:
+            found = StoredRuns(opened.enter_context(dg.DagsterInstance.from_config(directory)))
+        except Exception as error:  # noqa: BLE001 - an instance may have any storage, with its own errors
+            found = error
+        yield found
