@@ -269,11 +269,22 @@ class Retainer:
         return Dropped(topic.name, len(dropped), events, size, upto, held_by)
 
     def _due(self, connection: Connection, topic: Topic, retention: Retention, newest: int) -> list[_Content]:
+        """The closed segments that are due, oldest first."""
         existing = segments.segments(connection, self._database.schema, topic.name) or []
         contents = [
             self._content(connection, topic, segment, newest) for segment in existing if segment.start <= newest
         ]
-        return _due(contents, newest, retention)
+        due: list[_Content] = []
+        events, size = sum(content.events for content in contents), sum(content.segment.bytes for content in contents)
+        for content, seconds in zip(contents, _ages(contents), strict=True):
+            if content.segment.end > newest + 1:
+                break
+            events -= content.events
+            size -= content.segment.bytes
+            if not _reached(retention, seconds=seconds, size=size, events=events):
+                break
+            due.append(content)
+        return due
 
     def _simplify(self, connection: Connection, topic: Topic) -> None:
         """Give a log with rows and blocks one form again, once the last segment of the former form is gone."""
@@ -334,21 +345,6 @@ def _reached(retention: Retention, *, seconds: float, size: int, events: int) ->
     """Whether an age, a size in bytes or a number of events reaches its bound."""
     bounds = ((seconds, retention.seconds), (size, retention.bytes), (events, retention.events))
     return any(bound is not None and value >= bound for value, bound in bounds)
-
-
-def _due(contents: list[_Content], newest: int, retention: Retention) -> list[_Content]:
-    """The closed segments that are due, oldest first."""
-    due: list[_Content] = []
-    events, size = sum(content.events for content in contents), sum(content.segment.bytes for content in contents)
-    for content, seconds in zip(contents, _ages(contents), strict=True):
-        if content.segment.end > newest + 1:
-            break
-        events -= content.events
-        size -= content.segment.bytes
-        if not _reached(retention, seconds=seconds, size=size, events=events):
-            break
-        due.append(content)
-    return due
 
 
 def _ages(contents: list[_Content]) -> list[float]:
