@@ -201,7 +201,7 @@ class Retainer:
             else:
                 newest = segments.newest_id(connection, schema, topic.name)
             if unfinished:
-                with self._waiting(topic):
+                with self._waiting(topic), _registry_held(holder):
                     self._drops(topic).finish(connection, force=force)
             if topic.retention is None:
                 return None
@@ -245,10 +245,10 @@ class Retainer:
         dropped: list[_Content] = []
         held_by = None
         for content in self._due(connection, topic, retention, newest):
-            # Detaching takes several transactions, and no seek may go back into the segment meanwhile. The rollback to
-            # the savepoint releases the lock.
-            with holder.transaction(force_rollback=True):
-                holder.execute(f"SELECT pg_catalog.pg_advisory_xact_lock({REGISTRY_LOCK})")
+            with _registry_held(holder):
+                if self._registry.topic(topic.name).created_at != topic.created_at:
+                    # Somebody has made the topic anew, and its segments have the same names.
+                    break
                 held_by = None if force else self._held_by(connection, topic, content)
                 if held_by is not None:
                     break
@@ -339,6 +339,18 @@ class Retainer:
                 f"an open transaction still reads a segment of topic {topic.name!r}: the next run goes on. `eventsql "
                 "doctor` names transactions that have been open for a minute"
             ) from error
+
+
+@contextmanager
+def _registry_held(holder: Connection) -> Iterator[None]:
+    """Hold the registry for a drop, which takes several transactions of another connection.
+
+    Meanwhile no seek goes back into the segment, and nobody makes the topic anew. The rollback to the savepoint
+    releases the lock.
+    """
+    with holder.transaction(force_rollback=True):
+        holder.execute(f"SELECT pg_catalog.pg_advisory_xact_lock({REGISTRY_LOCK})")
+        yield
 
 
 def _reached(retention: Retention, *, seconds: float, size: int, events: int) -> bool:

@@ -11,6 +11,7 @@ import pytest
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.cli.doctor_consumers import leftover_findings
 from eventsql_orchestration.database import Connection
+from eventsql_orchestration.database.installation import REGISTRY_LOCK
 from eventsql_orchestration.database.tables import DROPPED
 from eventsql_orchestration.errors import DatabaseBusyError, DatabaseError
 from eventsql_orchestration.maintenance import retention
@@ -47,6 +48,54 @@ def test_a_drop_that_is_cut_off_is_finished_by_the_next_run(
     assert first(platform) == last + 1
     tables = session.execute("SELECT count(*) FROM pg_class WHERE relname LIKE 'orders%segment%' AND relkind = 'r'")
     assert tables.fetchone() == (len(segments.segments(session, SCHEMA, "orders") or ()),)
+
+
+def make_anew(platform: EventSQL) -> None:
+    """Delete `orders`, and make a topic of the same name that keeps everything, with 5 events."""
+    platform.registry.unregister_topic("orders", force=True)
+    platform.registry.register_topic(Topic("orders", 2))
+    fill(platform, 5)
+
+
+def test_a_topic_that_is_made_anew_after_its_former_segments_were_found_due_keeps_its_events(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    retained(platform, events=27)
+    found_due = retention._due
+
+    def late(*arguments: Any) -> Any:
+        due = found_due(*arguments)
+        assert due
+        make_anew(platform)
+        return due
+
+    monkeypatch.setattr(retention, "_due", late)
+    platform.retention.run_once()
+    assert len(platform.reader.read("orders")) == 5
+
+
+def test_nobody_makes_a_topic_anew_while_an_earlier_drop_is_finished(
+    platform: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    retained(platform, events=27)
+    session.execute(f"COMMENT ON TABLE eventsql.{detach_first(session)} IS '{DROPPED}'")
+    found_detached, free = segment_drops._detached, list[bool]()
+
+    def late(*arguments: Any) -> Any:
+        detached = found_detached(*arguments)
+        (is_free,) = session.execute("SELECT pg_try_advisory_xact_lock(%s)", [REGISTRY_LOCK]).fetchone() or ()
+        free.append(is_free)
+        if is_free:
+            make_anew(platform)
+        return detached
+
+    with monkeypatch.context() as patch:
+        patch.setattr(segment_drops, "_detached", late)
+        platform.retention.run_once()
+    if not any(free):
+        make_anew(platform)
+    assert free
+    assert len(platform.reader.read("orders")) == 5
 
 
 def test_a_segment_that_is_detached_and_not_dropped_yet_is_dropped_by_the_next_run(
