@@ -36,11 +36,13 @@ def move(database: Database, name: str, start: Start) -> StoreCheckpoint:
     _check_start(start)
     with database.transaction() as connection:
         check_not_held(connection, database.schema, "subscription", name)
+        queries = Queries("subscriptions", database.schema)
+        # Its place may move until then, beyond the changes that are there now.
+        if fetch_first(connection, queries("await"), {"name": name}) is None:
+            raise SubscriptionNotFoundError(f"subscription {name!r} does not exist")
         place = _place(database, connection, start)
         values = {"name": name, **place.parameters()}
-        queries = Queries("subscriptions", database.schema)
-        if not connection.execute(queries("move"), values).rowcount:
-            raise SubscriptionNotFoundError(f"subscription {name!r} does not exist")
+        connection.execute(queries("move"), values)
         # The handler gets these changes again; a letter would hand them to it once more.
         connection.execute(queries("drop_letters_behind"), values)
     return place

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psycopg
@@ -17,7 +18,7 @@ from eventsql_orchestration.errors import DatabaseError, DatabaseFullError, Subs
 from eventsql_orchestration.store import Change, RecordedChange, Store, Subscription, SubscriptionOptions
 from eventsql_orchestration.threads import start_thread
 from tests.effects import FullDiskError, MuteError, fail_and_close, stand_still
-from tests.fixtures import Sessions, Spawn, Terminate, Until
+from tests.fixtures import Sessions, Spawn, Terminate, Until, UntilBlocked
 from tests.store.test_order import adopted, put, restored
 
 
@@ -242,6 +243,28 @@ def test_a_replay_while_a_change_fails_skips_nothing(store: Store) -> None:
     assert effects(store) == [1, 2, 3, 1, 2, 3, 4]
 
 
+def test_a_move_to_now_that_waits_for_a_subscription_goes_behind_what_it_has_handled_meanwhile(
+    store: Store, sessions: Sessions, until_blocked: UntilBlocked
+) -> None:
+    put(store, "1", 1)
+    drain(subscribed(store))
+    handling = sessions()
+    handling.execute("SELECT FROM eventsql.store_subscription FOR UPDATE")
+    with ThreadPoolExecutor(1) as executor:
+        moving = executor.submit(store.replay, "mailer", "now")
+        until_blocked()
+        put(store, "1", 2)
+        place = store.checkpoint_of("order", "1", 2)
+        handling.execute(
+            "UPDATE eventsql.store_subscription "
+            "SET eql_transaction = %(transaction)s::xid8, eql_position = %(position)s",
+            place.parameters(),
+        )
+        handling.commit()
+        assert moving.result() == place
+    assert drain(subscribed(store)) == 0
+
+
 def test_a_replay_drops_the_letters_of_changes_that_are_handed_over_again(store: Store) -> None:
     adopted(store.database, 2)
     put(store, "1", 3, 4)
@@ -345,7 +368,7 @@ def test_a_change_whose_handler_ends_its_connection_or_always_loses_it_becomes_a
     assert [letter.version for letter in store.dead_letters("mailer")] == [2]
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError(), MuteError()])
+@pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit(), asyncio.CancelledError(), MuteError()])
 def test_a_change_whose_handler_always_fails_becomes_a_dead_letter_whatever_the_error(
     store: Store, until: Until, error: BaseException
 ) -> None:

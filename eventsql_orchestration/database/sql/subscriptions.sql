@@ -12,6 +12,9 @@ FROM {schema}.store_subscription
 WHERE eql_name = %(name)s
 FOR UPDATE SKIP LOCKED;
 
+-- await -- Lock a subscription after the transaction that has it.
+SELECT FROM {schema}.store_subscription WHERE eql_name = %(name)s FOR UPDATE;
+
 -- exists -- Whether there is a subscription, locked or not.
 SELECT FROM {schema}.store_subscription WHERE eql_name = %(name)s;
 
