@@ -20,7 +20,7 @@ from eventsql_orchestration.consuming.commit_retry import CommitRetry, is_reject
 from eventsql_orchestration.consuming.dead_letter_values import describe
 from eventsql_orchestration.consuming.dead_letters import DeadLetters
 from eventsql_orchestration.consuming.failures import Failure, record_failure, transaction_lost
-from eventsql_orchestration.consuming.handlers import OF_HANDLER, BatchHandler, call_handler, ends_program
+from eventsql_orchestration.consuming.handlers import BatchHandler, call_handler, ends_program, errors_of_handler
 from eventsql_orchestration.consuming.lost_connections import LostConnections, lost
 from eventsql_orchestration.consuming.partition import ConsumerPartition, LockedPartition, advance
 from eventsql_orchestration.database import Connection, Database, Queries
@@ -198,7 +198,7 @@ class BatchRunner:
                         raise psycopg.Rollback
                     source.close(connection, outcome)
                 committing = True
-        except OF_HANDLER as error:
+        except errors_of_handler() as error:
             after: _Attempt | None = None
             if connection is not None and events and attempt.failed is None and lost(connection, error):
                 stops = cancellation.stopping.is_set() or ends_program(error)
@@ -311,7 +311,7 @@ def _all(connection: Connection, events: Sequence[Event], handler: BatchHandler)
     """Handle events at once. Returns the handler's error, or raises it if it ended the transaction or the program."""
     try:
         call_handler(connection, events, handler)
-    except OF_HANDLER as error:
+    except errors_of_handler() as error:
         if ends_program(error):
             raise
         raise_if_disk_is_full(error)
@@ -334,7 +334,7 @@ def _each(
                     # Roll back, so that the constraints are still deferred for the next event.
                     with connection.transaction(force_rollback=True):
                         connection.execute("SET CONSTRAINTS ALL IMMEDIATE")
-        except OF_HANDLER as error:
+        except errors_of_handler() as error:
             if transaction_lost(connection) or ends_program(error):
                 raise
             raise_if_disk_is_full(error)

@@ -35,6 +35,15 @@ ran, and `sys.exit()`. A caller outside of an orchestrator's run raises a `sys.e
 _NOT_RUN: Final = (inspect.isawaitable, inspect.isgenerator, inspect.isasyncgen)
 
 
+def errors_of_handler() -> tuple[type[BaseException], ...]:
+    """The errors of a handler that count as its failures in this thread: in the main thread `OF_HANDLER`, else all.
+
+    Ctrl-C, and signals of orchestrators, raise errors in the main thread. In another thread, only the handler does: a
+    panic of a library in Rust, for example, is no `Exception`.
+    """
+    return OF_HANDLER if threading.current_thread() is threading.main_thread() else (BaseException,)
+
+
 def ends_program(error: BaseException) -> bool:
     """Whether an error is `sys.exit()` in the main thread, which may end the program."""
     return isinstance(error, SystemExit) and threading.current_thread() is threading.main_thread()

@@ -19,7 +19,7 @@ from eventsql_orchestration.consuming.claim_pruning import PROCESS_OWNER
 from eventsql_orchestration.consuming.claim_values import Claim, NoClaim
 from eventsql_orchestration.consuming.claims import Claims
 from eventsql_orchestration.consuming.dead_letter_values import describe
-from eventsql_orchestration.consuming.handlers import OF_HANDLER, check_returned
+from eventsql_orchestration.consuming.handlers import check_returned, errors_of_handler
 from eventsql_orchestration.consuming.lost_connections import LostConnections, lost
 from eventsql_orchestration.consuming.partition import ROLLED_BACK, ConsumerPartition
 from eventsql_orchestration.consuming.worker_pool import PollOptions, PollOutcome
@@ -163,7 +163,7 @@ class LeasedPolls:
             try:
                 if events:
                     check_returned(self.handler(events, lease))
-            except OF_HANDLER as error:
+            except errors_of_handler() as error:
                 if lost.is_set():
                     raise ClaimLostError(f"{claim} was lost while it was worked on") from error
                 if lease.committed:

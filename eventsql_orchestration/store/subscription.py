@@ -14,7 +14,7 @@ import psycopg
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.consuming.dead_letter_values import describe
 from eventsql_orchestration.consuming.failures import backoff_after
-from eventsql_orchestration.consuming.handlers import OF_HANDLER, call_handler, check_handler, ends_program
+from eventsql_orchestration.consuming.handlers import call_handler, check_handler, ends_program, errors_of_handler
 from eventsql_orchestration.consuming.lost_connections import LostConnections, lost
 from eventsql_orchestration.consuming.partition import TRANSACTION_ENDED
 from eventsql_orchestration.database import Connection, Database, Queries
@@ -189,7 +189,7 @@ class Subscription:
                 handled = True
         except (_FailedError, _CommitFailedError):
             raise
-        except OF_HANDLER as error:
+        except errors_of_handler() as error:
             if not changes or connection is None:
                 raise
             if lost(connection, error):
@@ -210,7 +210,7 @@ class Subscription:
     def _call(self, change: RecordedChange, number: int, connection: Connection) -> None:
         try:
             call_handler(connection, change, self._handler)
-        except OF_HANDLER as error:
+        except errors_of_handler() as error:
             if connection.closed or ends_program(error):
                 raise
             raise_if_disk_is_full(error)

@@ -178,7 +178,7 @@ def test_a_handler_whose_task_was_cancelled_has_failed(
 
 @pytest.mark.usefixtures("_one_event")
 @pytest.mark.parametrize("way", ["start", "start_batch", "start_leased", "start_queue"])
-@pytest.mark.parametrize("error", [SystemExit("no configuration"), MuteError()])
+@pytest.mark.parametrize("error", [SystemExit("no configuration"), GeneratorExit(), MuteError()])
 def test_a_handler_that_exits_or_raises_an_error_without_text_spends_an_attempt_of_its_event_alone(
     platform: EventSQL, until: Callable[..., None], way: str, error: BaseException
 ) -> None:
