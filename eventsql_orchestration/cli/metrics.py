@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 from typing import Annotated, TypeAlias
@@ -11,7 +12,7 @@ import click
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import say, write
 from eventsql_orchestration.cli.parameters import Number, Whole, command, option
-from eventsql_orchestration.errors import ConfigurationError
+from eventsql_orchestration.errors import ConfigurationError, DatabaseError
 from eventsql_orchestration.signals import setting
 
 Partitions: TypeAlias = Annotated[bool, option("Add the lag of each consumer partition.")]
@@ -69,7 +70,10 @@ def serve(
 
 @command(metrics, name="print")
 def print_(context: CliContext, partitions: Partitions) -> None:
-    """Print the figures once, for a look or for a file that another exporter serves."""
+    """Print the figures once, for a look or for a file that another exporter serves.
+
+    It fails if a database could not be read, after it has printed the figures of the others.
+    """
     from prometheus_client import CollectorRegistry, generate_latest  # noqa: PLC0415 - an optional package
 
     from eventsql_orchestration.metrics import PlatformCollector  # noqa: PLC0415 - an optional package
@@ -79,4 +83,7 @@ def print_(context: CliContext, partitions: Partitions) -> None:
         platform.open()
         registry = CollectorRegistry()
         registry.register(PlatformCollector(platform, partitions=partitions))
-        write(generate_latest(registry).decode())
+        text = generate_latest(registry).decode()
+        write(text)
+        if re.search(r"^eventsql_up\{.*\} 0\.0$", text, re.MULTILINE):
+            raise DatabaseError("a database could not be read, and its figures lack: its `eventsql_up` is 0")

@@ -14,6 +14,8 @@ from click.testing import Result
 from prometheus_client.parser import text_string_to_metric_families
 
 from eventsql_orchestration import Consumer, EventSQL, Topic
+from eventsql_orchestration.errors import PermissionDeniedError
+from eventsql_orchestration.metrics.figures import FiguresReader
 from tests.cli.conftest import closed_port, directory, invoke, run, start
 
 __all__ = ["closed_port", "directory", "invoke", "run", "start"]
@@ -90,3 +92,15 @@ def test_a_print_has_the_figures_and_fails_without_a_database(
     failed = invoke("--dsn", f"postgresql://somebody@127.0.0.1:{closed_port}/nowhere", "metrics", "print")
     assert failed.exit_code == 1
     assert "Traceback" not in failed.stderr
+
+
+def test_a_print_whose_reading_fails_shows_it_and_fails(
+    run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_reader: FiguresReader) -> None:
+        raise PermissionDeniedError("permission denied")
+
+    monkeypatch.setattr(FiguresReader, "read", refuse)
+    printed = run("metrics", "print")
+    assert printed.exit_code == 1
+    assert 'eventsql_up{shard=""} 0.0' in printed.stdout
