@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -133,7 +133,7 @@ class CliContext:
         return {**self.on_shard(getattr(item, "shard", None)), **picked(item, columns)}
 
     def show_items(
-        self, items: Sequence[Any], *, as_json: bool, json: Columns, table: Columns, spare: Collection[str] = ()
+        self, items: Sequence[Any], *, as_json: bool, json: Columns, table: Columns, spare: Sequence[str] = ()
     ) -> None:
         """Write objects as a JSON list with the fields of `json`, or as a table with the columns of `table`."""
         show_list(items, table, as_json=as_json, json=lambda item: self.on_its_shard(item, json), spare=spare)

@@ -54,12 +54,12 @@ def picked(item: object, columns: Columns) -> dict[str, Any]:
 
 
 def table_of(
-    items: Sequence[Any], columns: Columns, *, right: Collection[str] = (), spare: Collection[str] = ()
+    items: Sequence[Any], columns: Columns, *, right: Collection[str] = (), spare: Sequence[str] = ()
 ) -> Listing:
     """A table for people with a row for each object. A column `shard` without values is left out.
 
     Numbers and the columns of `right` are right-aligned, with groups of digits. None is a dash. A terminal in which
-    names would be folded leaves out the columns of `spare`.
+    names would be folded leaves out the columns of `spare`, one after the other, until names fit.
     """
     rows = [picked(item, columns) for item in items]
     shown = [name for name in columns if name != "shard" or any(row[name] is not None for row in rows)]
@@ -78,8 +78,9 @@ def table_of(
         drawn.add_column(name, justify=justify, no_wrap=whole, overflow="fold")
     for row in rows:
         drawn.add_row(*(lazy.Text(cell(row[name])) for name in shown))
-    fewer = {name: column for name, column in columns.items() if name not in spare}
-    return Listing(drawn, least, wanted, partial(table_of, items, fewer, right=right) if spare else None)
+    fewer = {name: column for name, column in columns.items() if name not in spare[:1]}
+    narrow = partial(table_of, items, fewer, right=right, spare=spare[1:]) if spare else None
+    return Listing(drawn, least, wanted, narrow)
 
 
 class Listing:
@@ -134,14 +135,14 @@ def show(renderable: RenderableType) -> None:
 
 
 def show_items(
-    items: Sequence[Any], columns: Columns, *, right: Collection[str] = (), spare: Collection[str] = ()
+    items: Sequence[Any], columns: Columns, *, right: Collection[str] = (), spare: Sequence[str] = ()
 ) -> None:
     show(table_of(items, columns, right=right, spare=spare))
 
 
 def show_list(
     items: Sequence[Any], columns: Columns, *, as_json: bool, json: Callable[[Any], object] = asdict,
-    spare: Collection[str] = (),
+    spare: Sequence[str] = (),
 ) -> None:  # fmt: skip
     """Write objects as a table or, with `as_json`, as a JSON list of what `json` makes of each."""
     if as_json:

@@ -73,7 +73,7 @@ def top(
     It refreshes until Ctrl-C. Rates are events per second since the previous refresh. Column behind counts the
     partitions with events to consume, and column why counts them by cause. Column claims counts the claims of runs, and
     the expired claims. The busiest topics and the consumers furthest behind come first. A low screen says how many rows
-    it leaves out, and a narrow screen leaves trends out.
+    it leaves out. A narrow screen leaves trends out, and further columns if names would be folded.
 
     It reads what `eventsql metrics` reads: counts of long backlogs are estimates, and a role that only reads is enough.
     Without a terminal, it writes one screen below the other, with --json a line for each.
@@ -207,10 +207,11 @@ def _claims(row: Row) -> object:
 
 
 class _Table(NamedTuple):
-    """A table of the screen: its columns, and the order of its rows."""
+    """A table of the screen: its columns, the order of its rows, and the columns that a narrow screen leaves out."""
 
     columns: Columns
     order: Callable[[Row], Any]
+    spare: Sequence[str] = ()
 
 
 _TREND: Final[Columns] = {"trend": lambda row: sparkline(row["trend"])}
@@ -223,6 +224,7 @@ _TABLES: Final[Mapping[str, _Table]] = {
             "size": lambda row: size(row["bytes"]), "dead": "open_letters", **_TREND,
         },
         lambda row: (-(row["published_rate"] or 0), -row["buffered"], row["topic"]),
+        ("trend", "moved/s", "oldest s", "offset"),
     ),
     "consumers": _Table(
         {
@@ -230,6 +232,7 @@ _TABLES: Final[Mapping[str, _Table]] = {
             "behind": lambda row: f"{row['behind']} of {row['partitions']}", "why": _why, "claims": _claims, **_TREND,
         },
         lambda row: (-row["seconds"], -row["events"], row["topic"], row["consumer"]),
+        ("trend", "claims", "behind", "consumed/s"),
     ),
     "stopped": _Table(
         {
@@ -239,7 +242,7 @@ _TABLES: Final[Mapping[str, _Table]] = {
         lambda row: (_STOPPED.index(row["cause"]), row["topic"], row["consumer"], row["partition"]),
     ),
     "queues": _Table(
-        {**same("queue", "shard"), **QUEUE_COLUMNS, **_TREND}, lambda row: (-row["seconds"], row["queue"])
+        {**same("queue", "shard"), **QUEUE_COLUMNS, **_TREND}, lambda row: (-row["seconds"], row["queue"]), ("trend",)
     ),
 }  # fmt: skip
 """The tables of the screen, by the names of their rows in JSON."""
@@ -248,13 +251,14 @@ _TABLES: Final[Mapping[str, _Table]] = {
 def _drawn(screen: Screen, height: int | None) -> RenderableType:
     """The tables of a screen, which has a title, and a heading and a line for each table: `height` lines in all.
 
-    A narrow screen has no trends, so that names stay on one line.
+    A narrow screen has fewer columns, so that names stay on one line.
     """
     parts: list[RenderableType] = [lazy.Text(_title(screen), style="bold")]
     shown = {name: rows for name, rows in screen.tables.items() if rows}
     most = None if height is None else max(_LEAST_ROWS, (height - 1 - 3 * len(shown)) // max(1, len(shown)))
     for name, rows in shown.items():
-        parts += [lazy.Text(""), table_of(rows[:most], _TABLES[name].columns, spare=["trend"])]
+        table = _TABLES[name]
+        parts += [lazy.Text(""), table_of(rows[:most], table.columns, spare=table.spare)]
         if most is not None and len(rows) > most:
             parts.append(lazy.Text(f"… and {len(rows) - most} more"))
     return lazy.Group(*parts)

@@ -154,16 +154,17 @@ def test_a_low_screen_says_how_many_rows_it_leaves_out(platform: EventSQL) -> No
 
 
 def test_a_screen_of_80_columns_leaves_names_whole(platform: EventSQL) -> None:
-    platform.registry.register_topic(Topic("order_placed")).register_consumer(Consumer("order_placed", "mailer"))
-    platform.publisher.publish_all([Publication("order_placed", b"1")] * 2_000)
+    name = "ride_request_accepted_by_driver"
+    platform.registry.register_topic(Topic(name)).register_consumer(Consumer(name, "mailer"))
+    platform.publisher.publish_all([Publication(name, b"1")] * 2_000)
     platform.transfer.run_once()
     look = _Look(platform, None)
     look._screen()
-    for width, trends in ((80, 0), (120, 2)):
+    for width, trends in ((80, 0), (140, 2)):
         console = Console(width=width, force_terminal=False)
         with console.capture() as capture:
             console.print(_drawn(look._screen(), 24))
-        assert len(re.findall(r"^order_placed ", capture.get(), re.MULTILINE)) == 2
+        assert len(re.findall(rf"^{name} ", capture.get(), re.MULTILINE)) == 2
         assert capture.get().count("trend") == trends
 
 
