@@ -139,11 +139,13 @@ def hide(text: str, *urls: str) -> str:
 
 
 def hide_passwords(text: str, *urls: str) -> str:
-    """Any text without these URLs, and without their passwords."""
+    """Any text without the passwords of these URLs, and without the URLs that hold more than names."""
     for url in filter(None, urls):
-        for form in (url, repr(url)[1:-1]):
-            text = text.replace(form, f"{url.partition('://')[0]}://{HIDDEN}" if "://" in url else HIDDEN)
-        text = secrets_of(url).hide_passwords(text)
+        secrets = secrets_of(url)
+        if secrets.passwords or secrets.values:
+            for form in (url, repr(url)[1:-1]):
+                text = text.replace(form, f"{url.partition('://')[0]}://{HIDDEN}" if "://" in url else HIDDEN)
+        text = secrets.hide_passwords(text)
     return text
 
 

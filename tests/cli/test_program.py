@@ -199,6 +199,9 @@ def test_a_database_that_is_down_is_one_line(invoke: Run, directory: Path, close
         assert line.startswith(f"postgresql://me:***@127.0.0.1:{closed_port}/x cannot be reached (")
         assert line.endswith("is the server running, is the URL right?")
 
+    without_password = f"postgresql://me@127.0.0.1:{closed_port}/x"
+    assert one_line(invoke("--dsn", without_password, "lag")).startswith(f"{without_password} cannot be reached (")
+
 
 def test_a_database_that_goes_away_while_a_stream_is_published_is_one_line_that_says_how_much_was(
     start: Start, platform: EventSQL, direct_dsn: str, server: EmbeddedPostgres
