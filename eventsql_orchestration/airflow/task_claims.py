@@ -209,10 +209,9 @@ class TaskClaims:
 
     def _take_over(self, draining: Draining, claim: Claim) -> Claim | None:
         """Take over a claim; None if it is lost. Nobody needs to know that: another owner consumes its events."""
-        note = self.drained.note
-        taken = draining.take_over(claim.id, previous=claim.owner)
-        self.drained.note = note
-        return taken
+        with suppress(ClaimLostError):
+            return draining.take_over(claim.id, previous=claim.owner)
+        return None
 
     def _draining(self, shard: Shard) -> Draining:
         for known in self._drainings:

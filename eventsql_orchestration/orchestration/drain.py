@@ -91,18 +91,11 @@ class Draining:
     def __post_init__(self) -> None:
         self._deadline = self.drained.started + self.limits.drain_seconds
 
-    def take_over(self, claim_id: int, *, previous: str | None = None) -> Claim | None:
-        """Adopt the claim that the run was requested for. None if the claim is lost; then `note` has the reason.
+    def take_over(self, claim_id: int, *, previous: str | None = None) -> Claim:
+        """Adopt the claim that the run was requested for.
 
-        With `previous`, a claim that has another owner by now counts as lost.
+        With `previous`, a claim that has another owner by now counts as lost. Raises `ClaimLostError`.
         """
-        try:
-            return self._adopt(claim_id, previous)
-        except ClaimLostError as error:
-            self.drained.note = str(error)
-            return None
-
-    def _adopt(self, claim_id: int, previous: str | None = None) -> Claim:
         claim = self.shard.claims.adopt(claim_id, owner=self.owner, lease=self.limits.lease, previous=previous)
         return self._mine(claim)
 

@@ -17,8 +17,8 @@ from eventsql_orchestration.consuming.claims import Claim, Claims, NoClaim
 from eventsql_orchestration.dagster import EventSQLResource
 from eventsql_orchestration.dagster.consumers import assets
 from eventsql_orchestration.dagster.consumers.definition import ClaimConfig
+from eventsql_orchestration.dagster.consumers.handover import RunDraining
 from eventsql_orchestration.dagster.consumers.run import DrainingOn, drain
-from eventsql_orchestration.dagster.consumers.run_draining import RunDraining
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.orchestration import batch
 from eventsql_orchestration.topics.side_consumers import MARK

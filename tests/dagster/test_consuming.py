@@ -16,7 +16,7 @@ from eventsql_orchestration import Consumer, Event, EventSQL, Topic
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.consuming.lag import LagReader
 from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, RunLimits, consumer_asset
-from eventsql_orchestration.dagster.consumers import run_draining
+from eventsql_orchestration.dagster.consumers import handover
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.orchestration import drain
 from eventsql_orchestration.storage.metrics import Place
@@ -143,7 +143,7 @@ def test_a_run_drains_up_to_its_limit_of_seconds(bench: Workbench, monkeypatch: 
         passed[0] += 1_200.0
 
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0], sleep=time.sleep)
-    for module in (drain, run_draining):
+    for module in (drain, handover):
         monkeypatch.setattr(module, "time", clock)
     definition = define(slowly, max_events=1, drain_seconds=3_600.0, drain_idle=3_600.0)
     ids = bench.publish("rides", 50)

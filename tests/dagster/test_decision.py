@@ -20,7 +20,7 @@ from eventsql_orchestration.dagster.consumers.decision import (
     draining_run,
     needs_attention,
 )
-from eventsql_orchestration.dagster.consumers.run_draining import PATIENCE
+from eventsql_orchestration.dagster.consumers.handover import PATIENCE
 from eventsql_orchestration.dagster.tags import CLAIM_TAG, PARTITION_TAG, REPLAY_TAG, SHARED_TAG
 from eventsql_orchestration.model import OffsetRange
 

@@ -19,7 +19,7 @@ from eventsql_orchestration.dagster.consumers.definition import (
     ConsumerDefinition,
     MakeConsume,
 )
-from eventsql_orchestration.dagster.consumers.handover import comes_soon
+from eventsql_orchestration.dagster.consumers.handover import RunDraining, comes_soon
 from eventsql_orchestration.dagster.consumers.options import (
     DEFAULT_TICKS,
     AssetOptions,
@@ -29,7 +29,6 @@ from eventsql_orchestration.dagster.consumers.options import (
 )
 from eventsql_orchestration.dagster.consumers.reporting import report, results, without_retries
 from eventsql_orchestration.dagster.consumers.run import drain
-from eventsql_orchestration.dagster.consumers.run_draining import RunDraining
 from eventsql_orchestration.dagster.consumers.sensors import build_sensor
 from eventsql_orchestration.dagster.consumers.user_function import UserFunction
 from eventsql_orchestration.dagster.metadata_keys import CONSUMED_TOPIC

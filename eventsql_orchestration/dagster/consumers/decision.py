@@ -12,8 +12,8 @@ from typing import TypeAlias
 import dagster as dg
 
 from eventsql_orchestration.consuming.claims import Claim, LastClaim, PartitionClaims
+from eventsql_orchestration.dagster.consumers.handover import PATIENCE
 from eventsql_orchestration.dagster.consumers.options import RunLimits, TickOptions
-from eventsql_orchestration.dagster.consumers.run_draining import PATIENCE
 from eventsql_orchestration.dagster.tags import CLAIM_TAG, FINISHED, PARTITION_TAG, REPLAY_TAG, SHARED_TAG
 from eventsql_orchestration.orchestration.owners import run_of_owner
 from eventsql_orchestration.retry import doubled

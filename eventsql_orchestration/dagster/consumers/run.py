@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -10,7 +12,9 @@ import dagster as dg
 
 from eventsql_orchestration import Shard
 from eventsql_orchestration.consuming.claims import Claim
+from eventsql_orchestration.dagster.consumers.claim_runs import is_another_claim
 from eventsql_orchestration.dagster.consumers.definition import ClaimConfig
+from eventsql_orchestration.dagster.consumers.handover import RunDraining
 from eventsql_orchestration.dagster.consumers.reexecution import (
     ancestors,
     forbid_retries,
@@ -18,11 +22,12 @@ from eventsql_orchestration.dagster.consumers.reexecution import (
     repeats_success,
     requested_tags,
 )
-from eventsql_orchestration.dagster.consumers.run_draining import RunDraining
 from eventsql_orchestration.dagster.resources import EventSQLResource
 from eventsql_orchestration.dagster.tags import LATE_TAG, REPLAY_BEGUN_TAG, REPLAY_TAG, SHARD_TAG, SHARED_TAG
-from eventsql_orchestration.errors import DatabaseUnavailableError
-from eventsql_orchestration.orchestration.errors import ReplayError
+from eventsql_orchestration.errors import ClaimLostError, DatabaseUnavailableError
+from eventsql_orchestration.orchestration.batch import BatchConsumer
+from eventsql_orchestration.orchestration.errors import ForeignClaimError, ReplayError
+from eventsql_orchestration.orchestration.owners import owner_of_run
 from eventsql_orchestration.orchestration.shards import partition_label
 
 DrainingOn: TypeAlias = Callable[[Shard], RunDraining]
@@ -43,7 +48,7 @@ def drain(
     for shard in shards:
         draining = draining_on(shard)
         try:
-            _drain(context, draining, config)
+            _OnShard(context, config, draining).consume()
         except DatabaseUnavailableError as error:
             down.append(shard.label)
             if len(down) == len(shards):
@@ -68,143 +73,202 @@ def _requested(context: dg.AssetExecutionContext) -> Mapping[str, Any]:
     return next((config for config in configs if config.get("claim") is not None), {})
 
 
-def _drain(context: dg.AssetExecutionContext, draining: RunDraining, config: ClaimConfig) -> None:
-    requested_for = _requested(context).get("claim")
-    if config.claim is not None:
-        _drain_claim(context, draining, config, config.claim)
-    elif config.succeeds is not None and _replays(context, config):
-        _replay_successor(context, draining, config)
-    elif requested_for is None:
-        if config.replay:
-            raise ReplayError(
-                "there is nothing to replay: the config names no claim. `eventsql backfill` replays any range"
+@dataclass(frozen=True)
+class _OnShard:
+    """A step of a consuming run on one shard."""
+
+    context: dg.AssetExecutionContext
+    config: ClaimConfig
+    draining: RunDraining
+
+    def consume(self) -> None:
+        config, requested_for = self.config, _requested(self.context).get("claim")
+        if config.claim is not None:
+            self._consume_claim(config.claim)
+        elif config.succeeds is not None and self._replays():
+            self._replay_successor()
+        elif requested_for is None:
+            if config.replay:
+                raise ReplayError(
+                    "there is nothing to replay: the config names no claim. `eventsql backfill` replays any range"
+                )
+            self._consume_waiting()
+        elif self._replays():
+            self.context.log.info(
+                "this run replays a range of another consumer: it leaves this consumer's events to other runs"
             )
-        _claim_and_drain(context, draining, config)
-    elif _replays(context, config):
-        context.log.info("this run replays a range of another consumer: it leaves this consumer's events to other runs")
-    else:
-        with draining.keeping(requested_for, requested_tags(context.run, context.instance)):
-            _claim_and_drain(context, draining, config)
-
-
-def _drain_claim(context: dg.AssetExecutionContext, draining: RunDraining, config: ClaimConfig, claim_id: int) -> None:
-    """Consume the claim that the run was requested for, or replay it."""
-    if draining.is_another_claim(claim_id, requested_tags(context.run, context.instance)):
-        if _replays(context, config):
-            raise ReplayError(f"there is nothing to replay: {draining.drained.note}")
-        return
-
-    draining.require_own_claim(claim_id)
-    if _replays(context, config) and _replay(context, draining, config, claim_id):
-        return
-
-    claim = draining.take_over(claim_id)
-    if claim is None:
-        _come_too_late(context, draining, claim_id)
-    else:
-        context.log.info("this run takes %s over", claim)
-        draining.run(claim)
-    if SHARED_TAG in context.run.tags and not draining.drained.over:
-        # The sensor claims one partition only.
-        _claim_and_drain(context, draining, config)
-
-
-def _claim_and_drain(context: dg.AssetExecutionContext, draining: RunDraining, config: ClaimConfig) -> None:
-    """Consume the waiting events of one partition, or of each partition of the consumer."""
-    for partition in draining.partitions() if config.partition is None else (config.partition,):
-        if config.succeeds is None:
-            found = draining.claim(partition)
         else:
-            is_over = partial(_is_over, context, config.succeeds)
-            found = draining.succeed(config.succeeds, partition, is_over=is_over)
-        if isinstance(found, Claim):
-            draining.run(found)
-        else:
-            on = "" if draining.shard.name is None else f" on shard {draining.shard.name!r}"
-            place = partition_label(draining.consumer.topic, partition)
-            context.log.info("nothing to consume of topic %s%s: %s", place, on, found.reason)
-        if draining.drained.over:
+            with self._keeping(requested_for):
+                self._consume_waiting()
+
+    def _consume_claim(self, claim_id: int) -> None:
+        """Consume the claim that the run was requested for, or replay it."""
+        draining, drained = self.draining, self.draining.drained
+        if self._is_another_claim(claim_id):
+            drained.note = (
+                f"claim {claim_id} is not the claim that this run was requested for, but a claim with the same number: "
+                "the database was restored or created again since"
+            )
+            if self._replays():
+                raise ReplayError(f"there is nothing to replay: {drained.note}")
             return
 
+        self._require_own_claim(claim_id)
+        if self._replays() and self._replay(claim_id):
+            return
 
-def _come_too_late(context: dg.AssetExecutionContext, draining: RunDraining, claim_id: int) -> None:
-    """Record that the run's claim had ended before the run could take it over, and whether the run lost it.
+        try:
+            claim = draining.take_over(claim_id)
+        except ClaimLostError as error:
+            drained.note = str(error)
+            self._come_too_late(claim_id)
+        else:
+            self.context.log.info("this run takes %s over", claim)
+            draining.run(claim)
+        if SHARED_TAG in self.context.run.tags and not drained.over:
+            # The sensor claims one partition only.
+            self._consume_waiting()
 
-    A re-execution has no claim to lose, and a committed claim is not lost. But a run that was reported as dead must not
-    overwrite the report with a success.
-    """
-    instance, run_id = context.instance, context.run.run_id
-    late = context.run.parent_run_id is None and not draining.is_committed(claim_id)
-    if late:
-        # The next runs from the same offset get more time to adopt their claims.
-        instance.add_run_tags(run_id, {LATE_TAG: "true"})
-    run = instance.get_run_by_id(run_id)
-    if late or (run is not None and run.is_finished):
-        draining.drained.lost = draining.drained.note
+    def _consume_waiting(self) -> None:
+        """Consume the waiting events of one partition, or of each partition of the consumer."""
+        context, config, draining = self.context, self.config, self.draining
+        for partition in draining.partitions() if config.partition is None else (config.partition,):
+            if config.succeeds is None:
+                found = draining.claim(partition)
+            else:
+                is_over = partial(_is_over, context, config.succeeds)
+                found = draining.succeed(config.succeeds, partition, is_over=is_over)
+            if isinstance(found, Claim):
+                draining.run(found)
+            else:
+                on = "" if draining.shard.name is None else f" on shard {draining.shard.name!r}"
+                place = partition_label(draining.consumer.topic, partition)
+                context.log.info("nothing to consume of topic %s%s: %s", place, on, found.reason)
+            if draining.drained.over:
+                return
+
+    @contextmanager
+    def _keeping(self, claim_id: int) -> Iterator[None]:
+        """Keep the run's claim leased while another step of the run goes first."""
+        draining = self.draining
+        with ExitStack() as stack:
+            # If the claim is lost, its own step has ended, or will find that out.
+            with suppress(ClaimLostError):
+                if not self._is_another_claim(claim_id):
+                    claim = draining.take_over(claim_id)
+                    stack.enter_context(draining.shard.claims.heartbeat(claim, lease=draining.limits.lease))
+            yield
+
+    def _is_another_claim(self, claim_id: int) -> bool:
+        """Whether the run was requested for another claim with this id."""
+        tags = requested_tags(self.context.run, self.context.instance)
+        return is_another_claim(self.draining.shard, claim_id, tags)
+
+    def _require_own_claim(self, claim_id: int) -> None:
+        """Raise `ForeignClaimError` if the claim belongs to another consumer."""
+        consumer = self.draining.consumer
+        # A claim that is lost is reported when the run tries to take it over.
+        with suppress(ClaimLostError):
+            claim, _ = self.draining.shard.claims.get(claim_id)
+            if (claim.range.topic, claim.consumer) != (consumer.topic, consumer.name):
+                raise ForeignClaimError(
+                    f"{claim} does not belong to consumer {consumer.name!r} of topic {consumer.topic!r}: launch the "
+                    "run without a claim, and it claims the waiting events itself"
+                )
+
+    def _come_too_late(self, claim_id: int) -> None:
+        """Record that the run's claim had ended before the run could take it over, and whether the run lost it.
+
+        A re-execution has no claim to lose, and a committed claim is not lost. But a run that was reported as dead must
+        not overwrite the report with a success.
+        """
+        instance, run_id = self.context.instance, self.context.run.run_id
+        late = self.context.run.parent_run_id is None
+        with suppress(ClaimLostError):
+            late = late and self._committed(claim_id) is None
+        if late:
+            # The next runs from the same offset get more time to adopt their claims.
+            instance.add_run_tags(run_id, {LATE_TAG: "true"})
+        run = instance.get_run_by_id(run_id)
+        if late or (run is not None and run.is_finished):
+            self.draining.drained.lost = self.draining.drained.note
+
+    def _committed(self, claim_id: int) -> Claim | None:
+        """The claim if it was committed, else None. Raises `ClaimNotFoundError`."""
+        shard = self.draining.shard
+        claim, state = shard.claims.get(claim_id)
+        return replace(claim, shard=shard.name) if state == "committed" else None
+
+    def _replays(self) -> bool:
+        """Whether a run replays its range if the range was committed.
+
+        A retry of a failed run, by Dagster or by hand, must not repeat committed events. A re-execution of a run that
+        had succeeded can only mean a replay. Raises `ReplayError` for an automatic retry of a run whose config asks for
+        a replay.
+        """
+        run, instance, replay = self.context.run, self.context.instance, self.config.replay
+        if replay is None:
+            return repeats_success(run, instance)
+        if replay and is_automatic_retry(run, instance):
+            raise self._no_second_replay("this run is Dagster's automatic retry of a run that replays a range")
+        return replay
+
+    def _no_second_replay(self, why: str) -> ReplayError:
+        """Forbid retries. Returns the error for a replay that no person requested, of a partly replayed range."""
+        forbid_retries(self.context.run, self.context.instance)
+        return ReplayError(
+            f"nothing was replayed: {why}, and a part of the range may have taken effect. To replay the whole range, "
+            "re-execute the run that succeeded"
+        )
+
+    def _replay_successor(self) -> None:
+        """Replay the first range that a successor had claimed. A successor is requested without a claim."""
+        draining, partition = self.draining, self.config.partition
+        assert partition is not None, "a partition is taken over"
+        topic, name = draining.consumer.topic, draining.consumer.name
+        for run_id in ancestors(self.context.run, self.context.instance):
+            claim_id = draining.shard.claims.first_of(owner_of_run(run_id), topic, name, partition)
+            if claim_id is not None:
+                self._replay(claim_id)
+                return
+        raise ReplayError(
+            "there is nothing to replay: the re-executed run committed no range, or its claims are deleted by now. The "
+            "run's materialization names the ranges that it consumed; `eventsql backfill` replays any range"
+        )
+
+    def _replay(self, claim_id: int) -> bool:
+        """Hand the range of a committed claim to the function again, without a lease and without moving the offset.
+
+        False if no person requested a replay, and either the range was never committed, or this run committed it before
+        its step was retried. Raises `ReplayError` if the function commits claims itself, or if events of the range are
+        gone.
+        """
+        context, draining = self.context, self.draining
+        claim, run_id = self._committed(claim_id), context.run.run_id
+        if self.config.replay is None and (claim is None or claim.owner == draining.owner):
+            return False
+        if claim is None:
+            raise ReplayError(
+                f"there is nothing to replay: claim {claim_id} was not committed. The consumer's sensor requests "
+                "another run for its events"
+            )
+        begun = f"{run_id}/{claim.id}"
+        run = context.instance.get_run_by_id(run_id)
+        if run is not None and run.tags.get(REPLAY_BEGUN_TAG) == begun:
+            # A RetryPolicy has begun the step anew, or a launcher has started the run anew.
+            raise self._no_second_replay(f"this run has already begun to replay {claim}")
+        context.instance.add_run_tags(run_id, {REPLAY_TAG: "true", REPLAY_BEGUN_TAG: begun})
+        forbid_retries(context.run, context.instance)
+        context.log.info("replaying %s, which was committed: its effects happen again, the offset stays", claim)
+        if not isinstance(draining.consume, BatchConsumer):
+            raise ReplayError(
+                f"{claim} cannot be replayed: it is committed, and the consumer's function commits its claims itself. "
+                "Consume the range with another consumer, or move the offset back with `eventsql seek`"
+            )
+        draining.drained.claims.append((claim, draining.consume.replay(claim)))
+        return True
 
 
 def _is_over(context: dg.AssetExecutionContext, run_id: str) -> bool:
     run = context.instance.get_run_by_id(run_id)
     return run is None or run.is_finished
-
-
-def _replays(context: dg.AssetExecutionContext, config: ClaimConfig) -> bool:
-    """Whether a run replays its range if the range was committed.
-
-    A retry of a failed run, by Dagster or by hand, must not repeat committed events. A re-execution of a run that had
-    succeeded can only mean a replay. Raises `ReplayError` for an automatic retry of a run whose config asks for a
-    replay.
-    """
-    if config.replay is None:
-        return repeats_success(context.run, context.instance)
-    if config.replay and is_automatic_retry(context.run, context.instance):
-        raise _no_second_replay(context, "this run is Dagster's automatic retry of a run that replays a range")
-    return config.replay
-
-
-def _no_second_replay(context: dg.AssetExecutionContext, why: str) -> ReplayError:
-    """The error for a replay that no person requested, of a range that is partly replayed. Forbids further retries."""
-    forbid_retries(context.run, context.instance)
-    return ReplayError(
-        f"nothing was replayed: {why}, and a part of the range may have taken effect. To replay the whole range, "
-        "re-execute the run that succeeded"
-    )
-
-
-def _replay_successor(context: dg.AssetExecutionContext, draining: RunDraining, config: ClaimConfig) -> None:
-    """Replay the first range that a successor had claimed. A successor is requested without a claim."""
-    assert config.partition is not None, "a partition is taken over"
-    for run_id in ancestors(context.run, context.instance):
-        if (claim_id := draining.first_of(run_id, config.partition)) is not None:
-            _replay(context, draining, config, claim_id)
-            return
-    raise ReplayError(
-        "there is nothing to replay: the re-executed run committed no range, or its claims are deleted by now. The "
-        "run's materialization names the ranges that it consumed; `eventsql backfill` replays any range"
-    )
-
-
-def _replay(context: dg.AssetExecutionContext, draining: RunDraining, config: ClaimConfig, claim_id: int) -> bool:
-    """Replay a run's range.
-
-    False if no person requested a replay, and either the range was never committed, or this run committed it before its
-    step was retried.
-    """
-    claim, run_id = draining.committed(claim_id), context.run.run_id
-    if config.replay is None and (claim is None or claim.owner == draining.owner):
-        return False
-    if claim is None:
-        raise ReplayError(
-            f"there is nothing to replay: claim {claim_id} was not committed. The consumer's sensor requests another "
-            "run for its events"
-        )
-    begun = f"{run_id}/{claim.id}"
-    run = context.instance.get_run_by_id(run_id)
-    if run is not None and run.tags.get(REPLAY_BEGUN_TAG) == begun:
-        # A RetryPolicy has begun the step anew, or a launcher has started the run anew.
-        raise _no_second_replay(context, f"this run has already begun to replay {claim}")
-    context.instance.add_run_tags(run_id, {REPLAY_TAG: "true", REPLAY_BEGUN_TAG: begun})
-    forbid_retries(context.run, context.instance)
-    context.log.info("replaying %s, which was committed: its effects happen again, the offset stays", claim)
-    draining.replay(claim)
-    return True
