@@ -36,7 +36,8 @@ class AtTime:
     """The first event that entered the log at `time` or later.
 
     Events that were published at that time or later come after it, because they entered the log later. So may events
-    that were published shortly before. Raises `ValidationError` for a time without a zone.
+    that were published shortly before. If the database's clock went back by some seconds near this time, events may be
+    passed over: give a time that is as much earlier. Raises `ValidationError` for a time without a zone.
     """
 
     time: datetime
