@@ -61,7 +61,7 @@ def test_a_topic_that_is_made_anew_after_its_former_segments_were_found_due_keep
     platform: EventSQL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     retained(platform, events=27)
-    found_due = retention._due
+    found_due = retention.Retainer._due
 
     def late(*arguments: Any) -> Any:
         due = found_due(*arguments)
@@ -69,7 +69,7 @@ def test_a_topic_that_is_made_anew_after_its_former_segments_were_found_due_keep
         make_anew(platform)
         return due
 
-    monkeypatch.setattr(retention, "_due", late)
+    monkeypatch.setattr(retention.Retainer, "_due", late)
     platform.retention.run_once()
     assert len(platform.reader.read("orders")) == 5
 
