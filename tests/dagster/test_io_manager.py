@@ -327,40 +327,38 @@ def stumbles(_: object) -> Iterator[Publication]:
     raise ValidationError("no more")
 
 
-@pytest.mark.parametrize(
-    ("value", "error", "message"),
-    [
-        (pa.table({"key": ["a"]}), ValidationError, "column 'value' is missing"),
-        (pa.table({"value": [b"1", None]}), InvalidPublicationError, "column 'value' is null"),
-        (pa.table({"value": [1.5]}), ValidationError, "column 'value' must be binary or string, not double"),
-        (pa.table({"value": ["v"], "key": [1]}), ValidationError, "column 'key' must be string, not int64"),
-        (pa.table({"value": ["v"], "price": [1]}), ValidationError, "column 'price'"),
-        (pa.table({"value": ["v"], "partition": [7]}), PartitionOutOfRangeError, "partition 7 is out of range"),
-        (pa.table({"value": ["v"], "topic": ["other"]}), ValidationError, "'other' is not the topic of the asset"),
-        (pa.table({"value": ["v"], "headers": pa.array([[("a", None)]], MAP)}), InvalidPublicationError, "'a' must be"),
-        (pa.table([["v"], ["w"]], names=["value", "value"]), ValidationError, "'value' occurs twice"),
-        ([Publication("other", b"")], ValidationError, "event 1 for topic 'sums' is a publication for topic 'other'"),
-        ([{"value": "v"}, {"key": "k"}], ValidationError, "event 2 for topic 'sums' has no value"),
-        ([{"value": {"a": 1}}], InvalidPublicationError, "event 1 for topic 'sums': value must be bytes, not dict"),
-        ([{"value": "v", "price": 1}], ValidationError, "'price' is not a part of an event"),
-        ([{"value": "v", "partition": 2}], PartitionOutOfRangeError, "partition 2 is out of range"),
-        ([{"value": "v", "partition": 2**70}], PartitionOutOfRangeError, "is not a partition"),
-        ([{"value": "\ud800"}], ValidationError, "event 1 for topic 'sums': its value cannot be written as UTF-8"),
-        (mixed_headers, ValidationError, "the frame of pandas cannot be published to topic 'sums'"),
-        ([1], ValidationError, "event 1 for topic 'sums' is of type int"),
-        (lambda _: 7, ValidationError, "int cannot be published"),
-        ("text", ValidationError, "str cannot"),
-        ({"value": "v"}, ValidationError, "dict cannot"),
-        (lambda _: None, ValidationError, "returned None"),
-        (stumbles, ValidationError, "no more"),
-    ],
-)  # fmt: skip
-def test_a_value_that_cannot_be_published_is_refused_as_a_whole(
-    bench: Workbench, materialize: Materialize, value: object, error: type[EventSQLError], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        materialize(asset(value))
-    assert stored(bench) == 0
+REFUSED: list[tuple[object, type[EventSQLError], str]] = [
+    (pa.table({"key": ["a"]}), ValidationError, "column 'value' is missing"),
+    (pa.table({"value": [b"1", None]}), InvalidPublicationError, "column 'value' is null"),
+    (pa.table({"value": [1.5]}), ValidationError, "column 'value' must be binary or string, not double"),
+    (pa.table({"value": ["v"], "key": [1]}), ValidationError, "column 'key' must be string, not int64"),
+    (pa.table({"value": ["v"], "price": [1]}), ValidationError, "column 'price'"),
+    (pa.table({"value": ["v"], "partition": [7]}), PartitionOutOfRangeError, "partition 7 is out of range"),
+    (pa.table({"value": ["v"], "topic": ["other"]}), ValidationError, "'other' is not the topic of the asset"),
+    (pa.table({"value": ["v"], "headers": pa.array([[("a", None)]], MAP)}), InvalidPublicationError, "'a' must be"),
+    (pa.table([["v"], ["w"]], names=["value", "value"]), ValidationError, "'value' occurs twice"),
+    ([Publication("other", b"")], ValidationError, "event 1 for topic 'sums' is a publication for topic 'other'"),
+    ([{"value": "v"}, {"key": "k"}], ValidationError, "event 2 for topic 'sums' has no value"),
+    ([{"value": {"a": 1}}], InvalidPublicationError, "event 1 for topic 'sums': value must be bytes, not dict"),
+    ([{"value": "v", "price": 1}], ValidationError, "'price' is not a part of an event"),
+    ([{"value": "v", "partition": 2}], PartitionOutOfRangeError, "partition 2 is out of range"),
+    ([{"value": "v", "partition": 2**70}], PartitionOutOfRangeError, "is not a partition"),
+    ([{"value": "\ud800"}], ValidationError, "event 1 for topic 'sums': its value cannot be written as UTF-8"),
+    (mixed_headers, ValidationError, "the frame of pandas cannot be published to topic 'sums'"),
+    ([1], ValidationError, "event 1 for topic 'sums' is of type int"),
+    (lambda _: 7, ValidationError, "int cannot be published"),
+    ("text", ValidationError, "str cannot"),
+    ({"value": "v"}, ValidationError, "dict cannot"),
+    (lambda _: None, ValidationError, "returned None"),
+    (stumbles, ValidationError, "no more"),
+]  # fmt: skip
+
+
+def test_a_value_that_cannot_be_published_is_refused_as_a_whole(bench: Workbench, materialize: Materialize) -> None:
+    for value, error, message in REFUSED:
+        with pytest.raises(error, match=message):
+            materialize(asset(value))
+        assert stored(bench) == 0, message
     # A refused value does not count as published: after a correction, it is published.
     assert materialize(asset([{"value": "v"}])).success
     assert stored(bench) == 1
