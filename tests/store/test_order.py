@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from eventsql_orchestration import EventSQL
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.errors import (
     AggregateClosedError,
@@ -398,6 +399,22 @@ def test_a_checkpoint_is_text_and_back(store: Store) -> None:
 # Plans
 
 
+def prepare_many(platform: EventSQL) -> None:
+    adopted(platform.database, 2_000)
+    with platform.database.connection() as connection:
+        connection.execute(
+            "INSERT INTO eventsql.aggregate_change (eql_type, eql_aggregate_id, eql_version, eql_kind, eql_data, "
+            "eql_change_id) SELECT 'order', n, 1, 'numbered', '{}', gen_random_uuid() FROM generate_series(1, 3000) n"
+        )
+        connection.execute(
+            "INSERT INTO eventsql.archived_change (eql_type, eql_aggregate_id, eql_version, eql_kind, eql_data, "
+            "eql_transaction) SELECT 'order', 'archived ' || n, 1, 'numbered', '{}', pg_current_xact_id() "
+            "FROM generate_series(1, 3000) n"
+        )
+        connection.execute("VACUUM ANALYZE")
+
+
+@pytest.mark.prepared.with_args(prepare_many)
 @pytest.mark.parametrize(
     ("statement", "index"),
     [
@@ -415,18 +432,7 @@ def test_the_order_is_read_through_its_index(store: Store, statement: str, index
         "transaction": "5", "position": 7, "types": None, "kinds": None, "limit": 100, "type": "order", "id": "old 7",
         "version": 1, "change_ids": [uuid.uuid4()],
     }  # fmt: skip
-    adopted(store.database, 2_000)
     with store.database.connection() as connection:
-        connection.execute(
-            "INSERT INTO eventsql.aggregate_change (eql_type, eql_aggregate_id, eql_version, eql_kind, eql_data, "
-            "eql_change_id) SELECT 'order', n, 1, 'numbered', '{}', gen_random_uuid() FROM generate_series(1, 3000) n"
-        )
-        connection.execute(
-            "INSERT INTO eventsql.archived_change (eql_type, eql_aggregate_id, eql_version, eql_kind, eql_data, "
-            "eql_transaction) SELECT 'order', 'archived ' || n, 1, 'numbered', '{}', pg_current_xact_id() "
-            "FROM generate_series(1, 3000) n"
-        )
-        connection.execute("VACUUM ANALYZE")
         for plan in plans(connection, Queries("store", "eventsql")(statement), values):
             assert index in plan, plan
             assert "Seq Scan on aggregate_change" not in plan

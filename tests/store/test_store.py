@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from psycopg.rows import dict_row
 
+from eventsql_orchestration import EventSQL
 from eventsql_orchestration.database import Database, Queries
 from eventsql_orchestration.errors import ConcurrentAppendError, InvalidNameError, ValidationError
 from eventsql_orchestration.store import Change, Store
@@ -352,6 +353,23 @@ def test_wrong_arguments_are_refused_before_anything_is_written(
         act(Store(nowhere))
 
 
+def prepare_many(platform: EventSQL) -> None:
+    with platform.database.connection() as connection:
+        connection.execute(
+            "INSERT INTO eventsql.aggregate (eql_type, eql_id, eql_version) "
+            "SELECT 'order', number, 10 FROM generate_series(1, 2000) AS number"
+        )
+        for table in ("aggregate_change", "archived_change", "aggregate_snapshot"):
+            kind, placed = ("", "") if table == "aggregate_snapshot" else ("eql_kind,", "'placed',")
+            connection.execute(
+                f"INSERT INTO eventsql.{table} (eql_type, eql_aggregate_id, eql_version, {kind} eql_data) "
+                f"SELECT 'order', number, version, {placed} '{{}}' "
+                "FROM generate_series(1, 2000) AS number, generate_series(1, 10) AS version"
+            )
+        connection.execute("VACUUM ANALYZE")
+
+
+@pytest.mark.prepared.with_args(prepare_many)
 @pytest.mark.parametrize(
     ("statement", "index"),
     [
@@ -382,18 +400,6 @@ def test_the_statements_find_an_aggregate_through_its_key(database: Database, st
     }
     composed = Queries("store", "eventsql")(statement)
     with database.connection() as connection:
-        connection.execute(
-            "INSERT INTO eventsql.aggregate (eql_type, eql_id, eql_version) "
-            "SELECT 'order', number, 10 FROM generate_series(1, 2000) AS number"
-        )
-        for table in ("aggregate_change", "archived_change", "aggregate_snapshot"):
-            kind, placed = ("", "") if table == "aggregate_snapshot" else ("eql_kind,", "'placed',")
-            connection.execute(
-                f"INSERT INTO eventsql.{table} (eql_type, eql_aggregate_id, eql_version, {kind} eql_data) "
-                f"SELECT 'order', number, version, {placed} '{{}}' "
-                "FROM generate_series(1, 2000) AS number, generate_series(1, 10) AS version"
-            )
-        connection.execute("VACUUM ANALYZE")
         plan = custom_plan(connection, composed, values)
     assert index in plan
     assert "Seq Scan" not in plan

@@ -210,6 +210,17 @@ def test_a_position_is_found_on_a_connection_with_rows_of_the_callers_own(databa
         assert resolve(connection, "eventsql", "orders", AtTime(NOON), {0: 0}) == {0: Target(9)}
 
 
+def prepare_rows(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("rows", 3, storage="rows"))
+    with platform.database.connection() as connection:
+        connection.execute(
+            "INSERT INTO eventsql.rows_event (eql_partition, eql_value, eql_buffered_at, eql_metadata) "
+            "SELECT n % 3, 'x', now(), '{}' FROM generate_series(1, 20000) n"
+        )
+        connection.execute("VACUUM ANALYZE eventsql.rows_event")
+
+
+@pytest.mark.prepared.with_args(prepare_rows)
 @pytest.mark.parametrize(
     "statement",
     [
@@ -221,15 +232,9 @@ def test_a_position_is_found_on_a_connection_with_rows_of_the_callers_own(databa
         "nth_before_partition",
     ],
 )
-def test_the_statements_go_by_the_indexes_on_ids(platform: EventSQL, database: Database, statement: str) -> None:
+def test_the_statements_go_by_the_indexes_on_ids(database: Database, statement: str) -> None:
     # tests/log/test_plans_at_scale.py has those of blocks.
-    platform.registry.register_topic(Topic("rows", 3, storage="rows"))
     with database.connection() as connection:
-        connection.execute(
-            "INSERT INTO eventsql.rows_event (eql_partition, eql_value, eql_buffered_at, eql_metadata) "
-            "SELECT n % 3, 'x', now(), '{}' FROM generate_series(1, 20000) n"
-        )
-        connection.execute("VACUUM ANALYZE eventsql.rows_event")
         text = custom_plan(
             connection,
             LogQueries("read", "eventsql")(statement, topic="rows"),
