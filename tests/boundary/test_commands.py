@@ -67,12 +67,14 @@ def alone(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-@pytest.mark.parametrize(("path", "command"), [pytest.param(*each, id=" ".join(each[0])) for each in commands(main)])
-def test_a_command_with_a_wrong_value_ends_with_a_line(
-    platform: EventSQL, dsn: str, path: tuple[str, ...], command: click.Command
-) -> None:
+def prepare(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders", 2)).register_topic(Topic("orders_dlt"))
     platform.registry.register_consumer(Consumer("orders", "audit"))
+
+
+@pytest.mark.prepared.with_args(prepare)
+@pytest.mark.parametrize(("path", "command"), [pytest.param(*each, id=" ".join(each[0])) for each in commands(main)])
+def test_a_command_with_a_wrong_value_ends_with_a_line(dsn: str, path: tuple[str, ...], command: click.Command) -> None:
     faults = []
     for line in lines(path, command):
         result = CliRunner().invoke(main, ["--dsn", dsn, *line], input="")

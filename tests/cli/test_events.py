@@ -21,10 +21,16 @@ from tests.waiting import PATIENCE
 TOPIC = "account_created"
 
 
+def prepare(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic(TOPIC, partitions=2))
+    platform.registry.register_consumer(Consumer(TOPIC, "mailer", partitioned=True))
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
+
+
 @pytest.fixture
 def publish(platform: EventSQL) -> Callable[..., None]:
-    platform.registry.register_topic(Topic(TOPIC, partitions=2))
-
     def publish_and_transfer(*values: bytes | int, partition: int = 0, **fields: Any) -> None:
         platform.publisher.publish_all(
             Publication(TOPIC, value if isinstance(value, bytes) else b"%d" % value, partition=partition, **fields)
@@ -36,8 +42,7 @@ def publish(platform: EventSQL) -> Callable[..., None]:
 
 
 @pytest.fixture
-def consumer(platform: EventSQL, publish: Callable[..., None]) -> str:
-    platform.registry.register_consumer(Consumer(TOPIC, "mailer", partitioned=True))
+def consumer() -> str:
     return "mailer"
 
 

@@ -27,12 +27,14 @@ from tests.waiting import PATIENCE
 ANSWER = Publication("answers", b"1")
 
 
-@pytest.fixture
-def _one_event(platform: EventSQL) -> None:
+def prepare(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders"))
     platform.registry.register_consumer(Consumer("orders", "mailer"), max_attempts=1)
     platform.publisher.publish(Publication("orders", b"1"))
     platform.transfer.run_once()
+
+
+with_one_event = pytest.mark.prepared.with_args(prepare)
 
 
 async def asynchronous(_event: object, _connection: object) -> None: ...
@@ -87,7 +89,7 @@ def test_a_handler_that_would_never_run_is_refused(handler: Any, named: str) -> 
     assert named in str(refused.value)
 
 
-@pytest.mark.usefixtures("_one_event")
+@with_one_event
 @pytest.mark.parametrize("start", STARTERS)
 @pytest.mark.parametrize("handler", [None, asynchronous])
 def test_no_consumption_starts_with_a_handler_that_would_never_run(
@@ -141,14 +143,14 @@ def test_other_returned_values_are_ignored() -> None:
         check_returned(returned)
 
 
-@pytest.mark.usefixtures("_one_event")
+@with_one_event
 def test_an_event_whose_handler_returns_publications_has_failed(platform: EventSQL) -> None:
     platform.consumers.consume_once("orders", "mailer", lambda _events, _connection: [ANSWER])
     (state,) = platform.registry.consumer("orders", "mailer")
     assert (state.last_event_id, state.attempts) == (0, 1)
 
 
-@pytest.mark.usefixtures("_one_event")
+@with_one_event
 @pytest.mark.parametrize("way", ["start", "start_batch", "start_leased"])
 @pytest.mark.filterwarnings("error")
 def test_an_event_whose_handler_returns_an_awaitable_has_failed(
@@ -164,7 +166,7 @@ def test_an_event_whose_handler_returns_an_awaitable_has_failed(
     assert (state.failure or "").startswith("TypeError: the handler returned an awaitable")
 
 
-@pytest.mark.usefixtures("_one_event")
+@with_one_event
 @pytest.mark.parametrize("start", STARTERS)
 def test_a_handler_whose_task_was_cancelled_has_failed(
     platform: EventSQL, until: Callable[..., None], start: Starter
@@ -176,7 +178,7 @@ def test_a_handler_whose_task_was_cancelled_has_failed(
     until(lambda: platform.lag("orders")[0].cause is LagCause.BLOCKED)
 
 
-@pytest.mark.usefixtures("_one_event")
+@with_one_event
 @pytest.mark.parametrize("way", ["start", "start_batch", "start_leased", "start_queue"])
 @pytest.mark.parametrize("error", [SystemExit("no configuration"), GeneratorExit(), MuteError()])
 def test_a_handler_that_exits_or_raises_an_error_without_text_spends_an_attempt_of_its_event_alone(
@@ -189,7 +191,7 @@ def test_a_handler_that_exits_or_raises_an_error_without_text_spends_an_attempt_
         until(lambda: platform.lag("orders")[0].cause is LagCause.BLOCKED)
 
 
-@pytest.mark.usefixtures("_one_event")
+@with_one_event
 def test_a_handler_that_exits_in_the_main_thread_ends_the_program(platform: EventSQL) -> None:
     def handle(_events: object, _connection: object) -> None:
         sys.exit(3)
@@ -231,7 +233,7 @@ def start_queue(platform: EventSQL, handle: Callable[[], object]) -> Running:
     return platform.consumers.start_queue("orders", "mailer", lambda _event, _connection: handle())
 
 
-@pytest.mark.usefixtures("_one_event")
+@with_one_event
 @pytest.mark.parametrize(
     ("begin", "change"),
     [
@@ -249,7 +251,7 @@ def test_a_handler_that_changes_the_consumer_that_its_transaction_has_locked_fai
         assert (state.failure or "").startswith("ValidationError: the handler of consumer 'mailer' of topic 'orders'")
 
 
-@pytest.mark.usefixtures("_one_event")
+@with_one_event
 def test_the_transaction_of_a_lease_may_end_in_another_thread_than_it_began_in(
     platform: EventSQL, until: Callable[..., None]
 ) -> None:
@@ -265,7 +267,7 @@ def test_the_transaction_of_a_lease_may_end_in_another_thread_than_it_began_in(
     assert (state.last_event_id, state.failure) == (1, None)
 
 
-@pytest.mark.usefixtures("_one_event")
+@with_one_event
 @pytest.mark.parametrize("change", SETTINGS)
 def test_a_handler_of_a_queue_has_locked_its_event_alone_and_changes_the_settings_of_its_consumer(
     platform: EventSQL, until: Callable[..., None], change: Change
@@ -281,7 +283,7 @@ def test_a_handler_of_a_queue_has_locked_its_event_alone_and_changes_the_setting
     assert [state.last_event_id for state in platform.registry.consumer("orders", "mailer")] == [changed[0].id]
 
 
-@pytest.mark.usefixtures("_one_event")
+@with_one_event
 def test_a_handler_pauses_another_consumer_and_by_another_thread_its_own(
     platform: EventSQL, until: Callable[..., None]
 ) -> None:
@@ -298,7 +300,7 @@ def test_a_handler_pauses_another_consumer_and_by_another_thread_its_own(
     }  # fmt: skip
 
 
-@pytest.mark.usefixtures("_one_event")
+@with_one_event
 def test_delays_and_leases_are_seconds_or_timedeltas(platform: EventSQL) -> None:
     handled = threading.Event()
     with platform.consumers.start_leased(
@@ -308,7 +310,7 @@ def test_delays_and_leases_are_seconds_or_timedeltas(platform: EventSQL) -> None
         assert handled.wait(PATIENCE)
 
 
-@pytest.mark.usefixtures("_one_event")
+@with_one_event
 @pytest.mark.parametrize(
     ("delays", "said"),
     [
