@@ -573,24 +573,25 @@ def test_a_fetch_reads_little_of_a_log_in_both_forms(
     assert 0 < read[0] < 100
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "fetch('absent', 'mailer')", "fetch('orders', 'absent')", "fetch(NULL, 'mailer')",
-        "fetch('orders', 'mailer', 0)",
-        "fetch('orders', 'mailer', 10001)", "fetch('orders', 'mailer', NULL)", "fetch('orders', 'mailer', 1, 0)",
-        "fetch('orders', 'mailer', 1, 'NaN')", "renew(1, 1, 0)",
-        "commit({claim}, {epoch}, {after})", "commit({claim}, {epoch}, {beyond})",
-        "fail({claim}, {epoch}, {beyond}, 'x')",
-        "fail({claim}, {epoch}, {after}, 'x')", "fail({claim}, {epoch}, NULL, 'x')",
-    ],
-)  # fmt: skip
-def test_wrong_arguments_are_refused(topic: EventSQL, session: Connection, statement: str) -> None:
+REFUSED = [
+    "fetch('absent', 'mailer')", "fetch('orders', 'absent')", "fetch(NULL, 'mailer')",
+    "fetch('orders', 'mailer', 0)",
+    "fetch('orders', 'mailer', 10001)", "fetch('orders', 'mailer', NULL)", "fetch('orders', 'mailer', 1, 0)",
+    "fetch('orders', 'mailer', 1, 'NaN')", "renew(1, 1, 0)",
+    "commit({claim}, {epoch}, {after})", "commit({claim}, {epoch}, {beyond})",
+    "fail({claim}, {epoch}, {beyond}, 'x')",
+    "fail({claim}, {epoch}, {after}, 'x')", "fail({claim}, {epoch}, NULL, 'x')",
+]  # fmt: skip
+
+
+def test_wrong_arguments_are_refused(topic: EventSQL, session: Connection) -> None:
     fill(topic, 30)
     claim, epoch, *_ = fetch(session, "'orders', 'mailer', 1")[0]
     known = {"claim": claim, "epoch": epoch, "after": 0, "beyond": 10_000}
-    with pytest.raises(psycopg.errors.InvalidParameterValue):
-        session.execute(f"SELECT eventsql.{statement.format(**known)}".encode())
+    for statement in REFUSED:
+        with pytest.raises(psycopg.errors.InvalidParameterValue):
+            session.execute(f"SELECT eventsql.{statement.format(**known)}".encode())
+            pytest.fail(statement)
     for unknown in ("commit(NULL, 1)", "release(0, 1)", "renew(0, 1)", "fail(0, 1, 1, 'x')"):
         with pytest.raises(psycopg.errors.NoDataFound):
             session.execute(f"SELECT eventsql.{unknown}".encode())

@@ -78,20 +78,21 @@ def test_many_events_keep_their_order_and_the_rest_may_be_left_out(topic: EventS
         assert own == sorted(own)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "'absent', 'k', 'v'", "NULL, 'k', 'v'", "'orders', 'k', NULL", "'orders', repeat('k', 65537), 'v'",
-        "'orders', 'k', convert_to(repeat('v', 67108865), 'UTF8')", "'orders', 'k', 'v', '[]'",
-        "'orders', 'k', 'v', '1'",
-        """'orders', 'k', 'v', '{"a": 1}'""", """'orders', 'k', 'v', '{"a": null}'""",
-        """'orders', 'k', 'v', '{"a": "1", "a": "2"}'""",
-        "'orders', 'k', 'v', json_build_object('a', repeat('m', 16777216))",
-    ],
-)  # fmt: skip
-def test_sql_refuses_what_the_library_refuses(topic: EventSQL, session: Connection, arguments: str) -> None:
-    with pytest.raises(psycopg.errors.InvalidParameterValue):
-        session.execute(f"SELECT eventsql.publish({arguments})".encode())
+REFUSED = [
+    "'absent', 'k', 'v'", "NULL, 'k', 'v'", "'orders', 'k', NULL", "'orders', repeat('k', 65537), 'v'",
+    "'orders', 'k', convert_to(repeat('v', 67108865), 'UTF8')", "'orders', 'k', 'v', '[]'",
+    "'orders', 'k', 'v', '1'",
+    """'orders', 'k', 'v', '{"a": 1}'""", """'orders', 'k', 'v', '{"a": null}'""",
+    """'orders', 'k', 'v', '{"a": "1", "a": "2"}'""",
+    "'orders', 'k', 'v', json_build_object('a', repeat('m', 16777216))",
+]  # fmt: skip
+
+
+def test_sql_refuses_what_the_library_refuses(topic: EventSQL, session: Connection) -> None:
+    for arguments in REFUSED:
+        with pytest.raises(psycopg.errors.InvalidParameterValue):
+            session.execute(f"SELECT eventsql.publish({arguments})".encode())
+            pytest.fail(arguments)
     assert published(topic) == []
 
 
