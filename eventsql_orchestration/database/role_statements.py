@@ -67,6 +67,9 @@ def grant(connection: psycopg.Connection[Any], schema: str, topics: Sequence[str
     if topics is None:
         run(connection, all_grants(roles, schema, found))
         connection.execute(guard(schema))
+        # The migration may have made tables with rows of all topics.
+        added = rows_of(connection, schema, "without_row_security", tables=list(grants.BY_TOPIC))
+        run(connection, policies(connection, roles, schema, [name for (name,) in added]))
     else:
         run(connection, log_grants(roles, found))
 
@@ -173,8 +176,10 @@ def log_grants(roles: Sequence[Role], logs: Sequence[Log]) -> Statements:
             yield from grants.rights_on_log(role, log, DEAD_LETTER_SUFFIX)
 
 
-def policies(connection: Connection, roles: Sequence[Role], schema: str) -> Statements:
-    """Row security, if there are roles of one topic. The owner is not subject to it.
+def policies(
+    connection: psycopg.Connection[Any], roles: Sequence[Role], schema: str, tables: Sequence[str] = grants.BY_TOPIC
+) -> Statements:
+    """Row security of `tables`, if there are roles of one topic. The owner is not subject to it.
 
     A role with rights on these tables that were given by hand still sees every row.
     """
@@ -186,7 +191,7 @@ def policies(connection: Connection, roles: Sequence[Role], schema: str) -> Stat
     free = [role.name for role in roles if role.topic is None and role.kind in seeing]
     free += [name for (name,) in granted if name not in {role.name for role in roles}]
     free += _OF_EVERYTHING
-    for table in (sql.Identifier(schema, name) for name in grants.BY_TOPIC):
+    for table in (sql.Identifier(schema, name) for name in tables):
         yield ddl("ALTER TABLE {} ENABLE ROW LEVEL SECURITY", table)
         yield ddl("DROP POLICY IF EXISTS {} ON {}", _EVERYTHING, table)
         names = sql.SQL(", ").join(map(sql.Identifier, free))

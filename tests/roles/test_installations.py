@@ -240,6 +240,21 @@ def test_a_migration_gives_roles_their_rights_on_what_is_new(owner: EventSQL, as
     as_("publisher").publisher.publish(Publication("orders", b"v"))
 
 
+def test_a_migration_shows_a_role_of_one_topic_no_rows_of_others_in_a_new_table(
+    owner: EventSQL, as_: As, login: Login
+) -> None:
+    with owner.database.connection() as connection:
+        connection.execute(
+            "INSERT INTO eventsql.consumer_worker (eql_topic, eql_consumer, eql_name, eql_expires_at) "
+            "SELECT eql_name, 'mailer', 'a process', now() FROM eventsql.topic"
+        )
+        connection.execute("ALTER TABLE eventsql.consumer_worker DISABLE ROW LEVEL SECURITY")
+    as_("admin").database.migrate()
+    with psycopg.connect(login("consumer_orders")) as connection:
+        seen = connection.execute("SELECT eql_topic FROM eventsql.consumer_worker").fetchall()
+    assert seen == [("orders",)]
+
+
 def test_hot_statements_of_a_role_of_one_topic_go_by_an_index(owner: EventSQL, login: Login) -> None:
     with owner.database.connection() as connection:
         for topic in ("orders", "payments"):

@@ -151,3 +151,9 @@ CROSS JOIN LATERAL aclexplode(found.rights) acl
 JOIN pg_roles r ON r.oid = acl.grantee
 WHERE c.relname = ANY (%(tables)s) AND r.oid <> c.relowner
 ORDER BY r.rolname;
+
+-- without_row_security -- The tables among these that have no row security.
+SELECT c.relname
+FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace AND n.nspname = %(schema)s
+WHERE c.relname = ANY (%(tables)s) AND NOT c.relrowsecurity
+ORDER BY c.relname;
