@@ -17,7 +17,6 @@ from eventsql_orchestration.dagster import EventSQLResource, RunLimits, consumer
 from eventsql_orchestration.dagster.consumers.consumer_tick import ConsumerWatch
 from eventsql_orchestration.dagster.consumers.handover import RunDraining, comes_soon
 from eventsql_orchestration.dagster.consumers.partition_tick import PartitionTick
-from eventsql_orchestration.dagster.consumers.tick import Watch
 from eventsql_orchestration.dagster.tags import SUCCEEDS_TAG
 from eventsql_orchestration.orchestration.batch import BatchConsumer
 from eventsql_orchestration.orchestration.owners import owner_of_run
@@ -36,10 +35,6 @@ draining = consumer_asset(
     name="draining",
     limits=RunLimits(max_wait=0.0, drain_seconds=600.0, drain_idle=5.0),
 )(record)
-WATCHES = [
-    ConsumerWatch(RIDES, draining.consumer, "draining", draining.limits, "s", partition=0),
-    ConsumerWatch(RIDES, draining.consumer, "draining", draining.limits, "s"),
-]
 long = consumer_asset(
     topic=Topic("long"), consumer="long", name="long", limits=RunLimits(max_wait=0.0, drain_seconds=600.0)
 )(record)
@@ -71,18 +66,12 @@ class Traffic:
         self._thread.join()
 
 
-@pytest.mark.parametrize(
-    "watch",
-    [
-        pytest.param(WATCHES[0], id="a sensor per partition", marks=pytest.mark.nightly),
-        pytest.param(WATCHES[1], id="one sensor"),
-    ],
-)
 @pytest.mark.usefixtures("bench")
 def test_a_successor_begins_before_the_run_that_drains_has_ended(
-    platform: EventSQL, dsn: str, shared_instance: dg.DagsterInstance, watch: Watch
+    platform: EventSQL, dsn: str, shared_instance: dg.DagsterInstance
 ) -> None:
     bench = Workbench(platform, EventSQLResource(dsn=dsn), shared_instance)
+    watch = ConsumerWatch(RIDES, draining.consumer, "draining", draining.limits, "s")
     successors: list[dg.RunRequest] = []
 
     def tick(ahead: float) -> Sequence[dg.RunRequest]:

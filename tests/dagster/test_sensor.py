@@ -257,12 +257,9 @@ def test_two_evaluations_at_once_make_one_claim(bench: Workbench, dsn: str) -> N
     assert len(bench.claims()) == 1
 
 
-@pytest.mark.parametrize("sensor", ["partition", "consumer"])
-def test_a_missing_topic_or_consumer_is_a_skip_reason_that_names_the_job(
-    bench: Workbench, platform: EventSQL, sensor: Any
-) -> None:
+def test_a_missing_topic_or_consumer_is_a_skip_reason_that_names_the_job(bench: Workbench, platform: EventSQL) -> None:
     topic = Topic("elsewhere", 2)
-    elsewhere = consumer_asset(topic=topic, consumer="c", partitioned=True, name="elsewhere", sensor=sensor)(record)
+    elsewhere = consumer_asset(topic=topic, consumer="c", partitioned=True, name="elsewhere")(record)
     for create, missing in (
         (lambda: None, "topic 'elsewhere'"),
         (lambda: platform.registry.register_topic(topic), "consumer 'c' of topic 'elsewhere'"),
@@ -278,15 +275,12 @@ def test_a_missing_topic_or_consumer_is_a_skip_reason_that_names_the_job(
     assert "`register`" not in bench.tick(elsewhere.sensors[0])
 
 
-@pytest.mark.parametrize("sensor", ["partition", "consumer"])
 @pytest.mark.parametrize("partitioned", [True, False])
 def test_a_consumer_in_another_form_than_its_asset_declares_is_a_skip_reason(
-    bench: Workbench, platform: EventSQL, sensor: Any, partitioned: bool
+    bench: Workbench, platform: EventSQL, partitioned: bool
 ) -> None:
     topic = Topic("elsewhere", 2)
-    elsewhere = consumer_asset(topic=topic, consumer="c", partitioned=partitioned, name="elsewhere", sensor=sensor)(
-        record
-    )
+    elsewhere = consumer_asset(topic=topic, consumer="c", partitioned=partitioned, name="elsewhere")(record)
     platform.registry.register_topic(topic).register_consumer(Consumer("elsewhere", "c", not partitioned))
     reason = bench.tick(elsewhere.sensors[0])
     assert "`eventsql consumer delete elsewhere c`" in reason
