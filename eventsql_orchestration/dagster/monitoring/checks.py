@@ -24,9 +24,6 @@ LAG_CHECK: Final = "lag"
 
 BEYOND_SINCE: Final = "beyond since"
 
-UNDER_WAY: Final = 5
-"""Maximum number of executions of one check, under way or dead, that are expected after its newest result."""
-
 IDLE_INTERVAL: Final = 300.0
 """Seconds between observations of an asset without lag, and between reports of a red check that has not changed: plots
 go on, and event storage stays small."""
@@ -196,11 +193,12 @@ def latest_evaluation(
     instance: dg.DagsterInstance, key: dg.AssetCheckKey
 ) -> tuple[dg.AssetCheckEvaluation, float] | None:
     """The newest result of a check and its time in seconds since the epoch; None if there is none."""
-    # The newest records can be executions that are planned or under way, without a result.
-    for record in instance.event_log_storage.get_asset_check_execution_history(key, limit=UNDER_WAY + 1):
-        if isinstance(record.evaluation, dg.AssetCheckEvaluation):
-            return record.evaluation, record.create_timestamp if record.event is None else record.event.timestamp
-    return None
+    summary = instance.event_log_storage.get_asset_check_summary_records([key])[key]
+    # Executions that are planned or under way have no result.
+    record = summary.last_completed_check_execution_record
+    if record is None or record.event is None or record.evaluation is None:
+        return None
+    return record.evaluation, record.event.timestamp
 
 
 @dataclass(frozen=True, slots=True)

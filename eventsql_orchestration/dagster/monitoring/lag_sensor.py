@@ -91,10 +91,7 @@ def materialized_at(
     instance: dg.DagsterInstance, consumers: Sequence[ConsumerDefinition]
 ) -> Mapping[dg.AssetKey, float]:
     """The time of each asset's last materialization, in seconds since the epoch. Assets without one are left out."""
-    latest = {
-        record.asset_entry.asset_key: record.asset_entry.last_materialization
-        for record in instance.get_asset_records([consumer.key for consumer in consumers])
-    }
+    latest = instance.get_latest_materialization_events([consumer.key for consumer in consumers])
     return {key: entry.timestamp for key, entry in latest.items() if entry is not None}
 
 
