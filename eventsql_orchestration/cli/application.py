@@ -151,8 +151,9 @@ class _Messages(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         complain(f"{record.levelname.lower()}: {record.getMessage()}")
-        if record.exc_info and record.exc_info[1] is not None and self.level <= logging.DEBUG:
-            show_traceback(record.exc_info[1])
+        shown = record.exc_text or (record.exc_info and record.exc_info[1])
+        if shown and self.level <= logging.DEBUG:
+            show_traceback(shown)
 
 
 @contextmanager

@@ -91,9 +91,9 @@ def complain(message: str) -> None:
     _tell(f"eventsql: {' '.join(redact(message).split())}\n")
 
 
-def show_traceback(error: BaseException) -> None:
-    """Write the traceback of an error on standard error."""
-    _tell(redact("".join(traceback.format_exception(error))))
+def show_traceback(error: BaseException | str) -> None:
+    """Write the traceback of an error, or one that is text already, on standard error."""
+    _tell(redact(error if isinstance(error, str) else "".join(traceback.format_exception(error))))
 
 
 def _tell(text: str) -> None:

@@ -7,7 +7,6 @@ consumer's row is locked only to hand out a block of events; an acknowledgement 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection, Iterator, Sequence
 from typing import Final
 
@@ -21,6 +20,7 @@ from eventsql_orchestration.consuming.delivery import Cursor, Delivery, Fresh, H
 from eventsql_orchestration.consuming.failures import backoff_after, without_letter
 from eventsql_orchestration.consuming.handlers import EventHandler, call_handler
 from eventsql_orchestration.consuming.partition import ConsumerPartition, LockedPartition, lock
+from eventsql_orchestration.consuming.tracebacks import logger_of_errors
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.load import too_much
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one, query_all
@@ -30,7 +30,7 @@ from eventsql_orchestration.model import Event, how_often
 from eventsql_orchestration.storage.erasing import FAILURE, copy_events, erased_meanwhile
 from eventsql_orchestration.storage.reading import LogReader
 
-logger = logging.getLogger(__name__)
+logger = logger_of_errors(__name__)
 
 OWNER: Final = "start_queue, with events that are not acknowledged"
 """The owner of the lease of a partition with events that are not acknowledged. The lease keeps other ways of consuming
@@ -340,7 +340,11 @@ class Deliveries:
         `counts`. Raises `ClaimLostError` if another process has the event, `DatabaseBusyError` if others lock it.
         """
         attempts = delivery.attempts + (1 if counts else 0)
-        failure, delay = describe(error), backoff_after(attempts)
+        with self._database.transaction() as connection:
+            wait_at_most(connection, LOCK_SECONDS)
+            # The texts may quote the event.
+            shown = None if erased_meanwhile(connection, self._database.schema, delivery.event) else error
+        failure, delay = FAILURE if shown is None else describe(shown), backoff_after(attempts)
         where = f"consumer {self._consumer!r} of topic {self._topic!r}"
         spent = counts and attempts >= delivery.max_attempts
         if spent and self._dead_letters.accepts(self._topic):
@@ -348,7 +352,7 @@ class Deliveries:
                 if self._bury(delivery, DeadLetterCause.of(self._consumer, error, attempts)):
                     logger.error(
                         "%s gave event %d up after %d attempts, as a dead letter: %s",
-                        where, delivery.event.id, attempts, failure,
+                        where, delivery.event.id, attempts, failure, exc_info=shown,
                     )  # fmt: skip
                     return 0.0
                 delay = NEVER
@@ -363,13 +367,14 @@ class Deliveries:
             logger.error(
                 "%s keeps event %d back, which failed %s (%s); correct the handler and resume the consumer, or create "
                 "topic %s_dlt to take such events",
-                where, delivery.event.id, how_often(attempts), failure, self._topic,
+                where, delivery.event.id, how_often(attempts), failure, self._topic, exc_info=shown,
             )  # fmt: skip
         else:
             attempted = f"attempt {attempts} of {delivery.max_attempts} failed" if counts else "no attempt is counted"
             logger.warning(
-                "%s will try event %d again in %.0f s (%s: %s)", where, delivery.event.id, delay, attempted, failure
-            )
+                "%s will try event %d again in %.0f s (%s: %s)", where, delivery.event.id, delay, attempted, failure,
+                exc_info=shown if counts and attempts == 1 else None,
+            )  # fmt: skip
         return delay
 
     def _note_failure(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -11,12 +10,13 @@ from psycopg.pq import TransactionStatus
 from eventsql_orchestration.consuming.dead_letter_values import MAX_MESSAGE_LENGTH, NEVER, DeadLetterCause, describe
 from eventsql_orchestration.consuming.dead_letters import DeadLetters
 from eventsql_orchestration.consuming.partition import ConsumerPartition, LockedPartition, advance
+from eventsql_orchestration.consuming.tracebacks import logger_of_errors
 from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.model import Event, how_often
 from eventsql_orchestration.retry import doubled
 from eventsql_orchestration.storage.erasing import FAILURE, erased_meanwhile
 
-logger = logging.getLogger(__name__)
+logger = logger_of_errors(__name__)
 
 FIRST_BACKOFF: Final = 1.0
 MAX_BACKOFF: Final = 60.0
@@ -62,23 +62,25 @@ def record_failure(
 
     It is tried again after a backoff. Once its attempts are spent, it becomes a dead letter, if `dead_letters` accepts
     it, and the offset moves past it. Otherwise it blocks the partition, until the consumer is resumed or a dead letter
-    topic is created.
+    topic is created. The log has the traceback of the first attempt, and of the last one.
     """
     key, state = locked.key, locked.state
     attempts = (state.attempts if state.failed_event_id == event.id else 0) + 1
     backoff = backoff_after(attempts)
     # The text may quote the event.
-    described = FAILURE if erased_meanwhile(connection, queries.schema, event) else describe(error)
+    shown = None if erased_meanwhile(connection, queries.schema, event) else error
+    described = FAILURE if shown is None else describe(shown)
     failure = Failure(event.id, event.partition, described, attempts, Failure.RETRY)
 
     if attempts < state.max_attempts:
         logger.warning(
             "%s will try event %d again in %.0f s (attempt %d of %d failed: %s)",
             key, event.id, backoff, attempts, state.max_attempts, failure.error,
+            exc_info=shown if attempts == 1 else None,
         )  # fmt: skip
     elif dead_letters is not None and dead_letters.accepts(key.topic, connection):
         cause = DeadLetterCause.of(key.consumer, error, attempts)
-        failure = _bury(connection, dead_letters, key, event, cause=cause, failure=failure)
+        failure = _bury(connection, dead_letters, key, event, cause=cause, failure=failure, shown=shown)
         if failure.outcome == Failure.DEAD_LETTER:
             advance(connection, queries, key, after=locked.offset, upto=event.id, first=event.id, consumed=1)
             connection.execute(queries("count_given_up"), key.parameters())
@@ -89,7 +91,7 @@ def record_failure(
         logger.error(
             "%s is blocked by event %d, which failed %s (%s); correct the handler and resume the consumer, "
             "or create topic %s_dlt to take such events",
-            key, event.id, how_often(attempts), failure.error, key.topic,
+            key, event.id, how_often(attempts), failure.error, key.topic, exc_info=shown,
         )  # fmt: skip
 
     values = {"event": event.id, "attempts": attempts, "failure": failure.error, "backoff": backoff}
@@ -99,9 +101,9 @@ def record_failure(
 
 def _bury(
     connection: Connection, dead_letters: DeadLetters, key: ConsumerPartition, event: Event,
-    *, cause: DeadLetterCause, failure: Failure,
+    *, cause: DeadLetterCause, failure: Failure, shown: BaseException | None,
 ) -> Failure:  # fmt: skip
-    """Publish the dead letter of an event. Returns the failure with its outcome."""
+    """Publish the dead letter of an event, and log the traceback of `shown`. Returns the failure with its outcome."""
     times = how_often(cause.attempts)
     try:
         # If the factory or the publisher fails, its effects are undone, but the failure is still recorded.
@@ -119,11 +121,12 @@ def _bury(
         logger.error(
             "%s is blocked by event %d, which failed %s (%s) and was not made a dead letter; correct the handler or "
             "the dead letter factory and resume the consumer",
-            key, event.id, times, failure.error,
+            key, event.id, times, failure.error, exc_info=shown,
         )  # fmt: skip
         return replace(failure, outcome=Failure.BLOCKED)
 
     logger.error(
-        "%s gave event %d up after %d attempts, as a dead letter: %s", key, event.id, cause.attempts, failure.error
-    )
+        "%s gave event %d up after %d attempts, as a dead letter: %s",
+        key, event.id, cause.attempts, failure.error, exc_info=shown,
+    )  # fmt: skip
     return replace(failure, outcome=Failure.DEAD_LETTER)

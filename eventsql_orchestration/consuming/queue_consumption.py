@@ -18,6 +18,7 @@ from eventsql_orchestration.consuming.leases import owner_name
 from eventsql_orchestration.consuming.queue_backlog import Ahead, Backlog
 from eventsql_orchestration.consuming.queue_handler import HandlerOfOne, Outcome, QueueHandler
 from eventsql_orchestration.consuming.running import Running
+from eventsql_orchestration.consuming.tracebacks import logger_of_errors
 from eventsql_orchestration.consuming.worker_pool import FAULT_DELAY, IDLE_POLLING
 from eventsql_orchestration.database.notifications import LOG, Listener
 from eventsql_orchestration.errors import (
@@ -28,7 +29,7 @@ from eventsql_orchestration.errors import (
 )
 from eventsql_orchestration.threads import join_all, others_alive, start_thread
 
-logger = logging.getLogger(__name__)
+logger = logger_of_errors(__name__)
 
 QUEUE_WORKERS: Final = 16
 """Default number of worker threads. A handler that takes the connection keeps one of the pool, which has up to 30."""

@@ -16,12 +16,13 @@ from eventsql_orchestration.consuming.cancellation import Cancellation
 from eventsql_orchestration.consuming.partition import ConsumerPartition
 from eventsql_orchestration.consuming.running import Running
 from eventsql_orchestration.consuming.throttle import Throttle
+from eventsql_orchestration.consuming.tracebacks import logger_of_errors
 from eventsql_orchestration.database.notifications import LOG, Listener
 from eventsql_orchestration.errors import ClaimLostError, DatabaseUnavailableError, EventSQLError
 from eventsql_orchestration.threads import join_all, others_alive, start_thread
 from eventsql_orchestration.validation import Duration, check_batch, check_seconds
 
-logger = logging.getLogger(__name__)
+logger = logger_of_errors(__name__)
 
 MAX_WORKERS: Final = 4
 """Default number of worker threads of a consumption, each with a connection. If there are more partitions, they take

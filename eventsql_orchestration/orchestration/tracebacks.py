@@ -6,6 +6,8 @@ import logging
 import traceback
 from dataclasses import dataclass, field
 
+from eventsql_orchestration.consuming.tracebacks import traceback_of
+
 
 @dataclass(frozen=True)
 class Tracebacks:
@@ -18,5 +20,4 @@ class Tracebacks:
         place = tuple((frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__))
         if place not in self._places:
             self._places.add(place)
-            text = "".join(traceback.format_exception(error))
-            self.log.warning("the function raised %s:\n%s", type(error).__name__, text)
+            self.log.warning("the function raised %s:\n%s", type(error).__name__, traceback_of(error))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import threading
 import time
@@ -13,12 +12,12 @@ from typing import Final, TypeAlias
 from eventsql_orchestration.consuming.dead_letter_values import describe
 from eventsql_orchestration.consuming.handlers import call_handler
 from eventsql_orchestration.consuming.lost_connections import LostConnections
+from eventsql_orchestration.consuming.tracebacks import logger_of_errors
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.load import disk_is_full
 from eventsql_orchestration.errors import (
     ClosedError,
     DatabaseBusyError,
-    DatabaseError,
     DatabaseUnavailableError,
     EventSQLError,
     MessageNotFoundError,
@@ -31,7 +30,7 @@ from eventsql_orchestration.retry import LONGEST_AWAY, doubled, pause_while_away
 from eventsql_orchestration.threads import join_all, others_alive, start_thread
 from eventsql_orchestration.validation import check_seconds
 
-logger = logging.getLogger(__name__)
+logger = logger_of_errors(__name__)
 
 Handler: TypeAlias = Callable[[Message, Connection], object]
 """Takes a message, and the connection whose transaction acknowledges it."""
@@ -245,7 +244,7 @@ class QueueWorkers:
         logger.warning(
             "message %s of queue %r failed at its receive %s, %s: %s",
             message.id, self._queue.name, message.receives, after_failure(pause, dead_letters), reason,
-            exc_info=None if isinstance(error, DatabaseError) else error,
+            exc_info=error,
         )  # fmt: skip
 
     def _give_back_once_possible(self, message: Message) -> None:

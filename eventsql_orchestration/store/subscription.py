@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -17,6 +16,7 @@ from eventsql_orchestration.consuming.failures import backoff_after
 from eventsql_orchestration.consuming.handlers import call_handler, check_handler, ends_program, errors_of_handler
 from eventsql_orchestration.consuming.lost_connections import LostConnections, lost
 from eventsql_orchestration.consuming.partition import TRANSACTION_ENDED
+from eventsql_orchestration.consuming.tracebacks import logger_of_errors
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.held_by_handlers import holding
 from eventsql_orchestration.database.load import raise_if_disk_is_full
@@ -30,7 +30,7 @@ from eventsql_orchestration.store.order import Filters, GlobalOrder
 from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.validation import Duration, check_name, check_seconds, check_whole
 
-logger = logging.getLogger(__name__)
+logger = logger_of_errors(__name__)
 
 ChangeHandler: TypeAlias = Callable[[RecordedChange, Connection], object]
 """Takes one change, and the connection whose transaction moves the subscription past it."""
@@ -262,13 +262,17 @@ class Subscription:
                 logger.warning(
                     "subscription %s will try %s again in %.0f s (attempt %d of %d failed: %s)",
                     self.name, change.reference, backoff, attempts, self._options.max_attempts, failure,
+                    exc_info=error if attempts == 1 else None,
                 )  # fmt: skip
                 return Progress(due_in=backoff)
 
             of = {"type": change.aggregate_type, "id": change.aggregate_id, "version": change.version}
             connection.execute(self._queries("bury"), {**values, **of})
             self._advance(connection, locked, place, [])
-        logger.error("subscription %s gave %s up after %d attempts: %s", self.name, change.reference, attempts, failure)
+        logger.error(
+            "subscription %s gave %s up after %d attempts: %s",
+            self.name, change.reference, attempts, failure, exc_info=error,
+        )  # fmt: skip
         return Progress(more=True)
 
     # In the background

@@ -24,7 +24,7 @@ from eventsql_orchestration import (
     Topic,
     model,
 )
-from eventsql_orchestration.consuming import failures
+from eventsql_orchestration.consuming import failures, tracebacks
 from eventsql_orchestration.consuming.claims import Claim, NoClaim
 from eventsql_orchestration.consuming.commit_retry import CommitRetryLimits
 from eventsql_orchestration.consuming.dead_letter_values import DeadLetterCause, DeadLetterFactory, dead_letter
@@ -622,6 +622,22 @@ def test_an_event_whose_attempts_are_spent_becomes_a_dead_letter_and_the_rest_go
         "dlt_offset": "4",
     }
     assert [record.levelno for record in caplog.records if "gave event 4 up" in record.getMessage()] == [logging.ERROR]
+
+
+def test_the_log_has_the_traceback_of_an_events_first_attempt_and_of_its_last_one(
+    platform: EventSQL, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_events: Sequence[Event], _connection: Connection) -> None:
+        # JSON may have half of a character: a log in UTF-8 would lose the line.
+        raise ValueError("\ud800" + "e" * tracebacks.MAX_LENGTH)
+
+    for _ in range(3):
+        consume(platform, refuse)
+        make_due(platform)
+    shown = [record.exc_text for record in caplog.records if "event 1" in record.getMessage()]
+    assert [text and text.count("in refuse") for text in shown] == [1, None, 1]
+    # Each line has the error as one of at most 2,000 characters, too.
+    assert len(caplog.text.encode()) < 3 * 2_500 + 2 * 1.1 * tracebacks.MAX_LENGTH
 
 
 def test_a_dead_letter_and_the_offset_behind_it_are_one_transaction(

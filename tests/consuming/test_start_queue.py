@@ -268,7 +268,9 @@ def test_an_event_whose_handler_was_not_called_keeps_its_attempts(
     assert effects(platform) == ids
 
 
-def test_spent_attempts_make_a_dead_letter_and_the_key_goes_on(platform: EventSQL, until: Until) -> None:
+def test_spent_attempts_make_a_dead_letter_and_the_key_goes_on(
+    platform: EventSQL, until: Until, caplog: pytest.LogCaptureFixture
+) -> None:
     platform.registry.register_topic(Topic("payments_dlt"))
     ids = fill(platform, "aba")
 
@@ -283,6 +285,8 @@ def test_spent_attempts_make_a_dead_letter_and_the_key_goes_on(platform: EventSQ
     platform.transfer.run_once()
     (letter,) = platform.dead_letters.list("payments")
     assert (letter.consumer, letter.key, letter.value) == ("mailer", "a", b"a")
+    # The tracebacks of the first attempt and of the last one.
+    assert caplog.text.count('raise ValueError("never")') == 2
 
 
 @pytest.mark.parametrize("refused", [False, True], ids=["no topic", "no letter of the factory"])
@@ -681,7 +685,7 @@ def test_a_seek_under_a_running_handler_stops_no_settling(
         until(lambda: [seen.ids.count(each) for each in ids] == [2, 2])
         halt.end()
         until(lambda: at_rest(platform))
-    assert not [record for record in caplog.records if record.exc_info], "an unexpected error"
+    assert not [record for record in caplog.records if record.exc_text], "an unexpected error"
 
 
 def test_a_seek_of_a_partition_leaves_no_event_of_another_partition_behind(

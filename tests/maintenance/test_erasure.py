@@ -350,16 +350,18 @@ def test_the_failure_of_a_range_that_quotes_a_later_event_is_not_shown_any_more(
 
 
 def test_a_failure_that_is_noted_after_the_erasure_quotes_nothing(
-    platform: EventSQL, form: Storage, erase_and_refuse: BatchHandler
+    platform: EventSQL, form: Storage, erase_and_refuse: BatchHandler, caplog: pytest.LogCaptureFixture
 ) -> None:
     store(platform, "ann", attempts=5)
     platform.consumers.consume_once("orders", "mailer", erase_and_refuse)
     assert [each.failure for each in platform.registry.consumer("orders", "mailer")] == [FAILURE]
     assert tables_with(platform) == set()
+    assert FAILURE in caplog.text
+    assert SECRET.decode() not in caplog.text
 
 
 def test_a_failed_delivery_that_is_noted_after_the_erasure_quotes_nothing(
-    platform: EventSQL, form: Storage, until: Until, monkeypatch: pytest.MonkeyPatch
+    platform: EventSQL, form: Storage, until: Until, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(erasing, "VACUUM_SECONDS", 0.0)
     store(platform, "ann", attempts=5)
@@ -372,6 +374,8 @@ def test_a_failed_delivery_that_is_noted_after_the_erasure_quotes_nothing(
     with platform.consumers.start_queue("orders", "mailer", erase_and_refuse, polling_delay=0.02):
         until(lambda: "consumer_delivery" in tables_with(platform, FAILURE.encode()))
     assert tables_with(platform) == set()
+    assert FAILURE in caplog.text
+    assert SECRET.decode() not in caplog.text
 
 
 def test_a_failure_of_a_delivery_that_is_copied_to_its_consumer_meanwhile_is_not_shown_any_more(

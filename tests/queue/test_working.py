@@ -102,6 +102,7 @@ def test_the_log_says_whether_a_failed_message_comes_again_or_is_a_dead_letter(
     said = [record.getMessage() for record in caplog.records if record.name.endswith("queue.worker")]
     assert ["again in" in line for line in said] == [True] * (receives - 1) + [False]
     assert "'commands_dead'" in said[-1]
+    assert caplog.text.count('raise ValueError("nope")') == receives
 
 
 def test_a_message_whose_handler_finds_the_disk_full_spends_no_receive(queue: Queue, until: Until) -> None:

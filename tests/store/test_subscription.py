@@ -155,7 +155,9 @@ def test_a_failed_change_is_tried_again_and_those_before_it_count(store: Store) 
     "how",
     ["raises", "returns a coroutine", "breaks the transaction", "ends the transaction", "fails at the commit"],
 )
-def test_a_change_that_keeps_failing_becomes_a_dead_letter(store: Store, how: str) -> None:
+def test_a_change_that_keeps_failing_becomes_a_dead_letter(
+    store: Store, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
     put(store, "1", 1, 2, 3)
     mended = False
     with store.database.connection() as connection:
@@ -190,6 +192,9 @@ def test_a_change_that_keeps_failing_becomes_a_dead_letter(store: Store, how: st
     (letter,) = store.dead_letters("mailer")
     assert (letter.aggregate_type, letter.aggregate_id, letter.version, letter.attempts) == ("order", "1", 2, 2)
     assert store.subscriptions()[0].dead_letters == 1
+    assert caplog.text.count("Traceback (most recent call last):") >= 2
+    if how == "raises":
+        assert caplog.text.count('raise ValueError("never")') == 2
 
     assert subscription.redrive() == 0
     assert store.dead_letters("mailer")[0].attempts == 3
