@@ -109,10 +109,10 @@ def test_no_id_is_given_to_another_program_too(drawing: psycopg.Connection, sess
         beside = pool.submit(draw_beside)
         try:
             until(lambda: foreign or beside.done())
-            firsts: list[int] = []
+            firsts, appender = draw(drawing, 20), LogAppender("eventsql")
             for _ in range(3_000):
                 with contextlib.suppress(ForeignIdsError):
-                    firsts += draw(drawing, 20)
+                    firsts.append(appender.draw(drawing, "orders", 20, after=0))
         finally:
             done.set()
         beside.result()
