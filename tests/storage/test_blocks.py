@@ -261,14 +261,15 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("forged", BROKEN.values(), ids=BROKEN)
-def test_the_server_refuses_a_forged_block(platform: EventSQL, session: Connection, forged: str) -> None:
+def test_the_server_refuses_a_forged_block(platform: EventSQL, session: Connection) -> None:
     platform.registry.register_topic(Topic("orders", storage="blocks"))
     for each in range(3):
         platform.publisher.publish(Publication("orders", b"v%d" % each, key="k"))
     platform.transfer.run_once()
-    with pytest.raises(psycopg.errors.CheckViolation):
-        session.execute(forged)
+    for what, forged in BROKEN.items():
+        with pytest.raises(psycopg.errors.CheckViolation):
+            session.execute(forged)
+            pytest.fail(what)
 
 
 def test_a_damaged_block_stops_reading_loudly(platform: EventSQL, session: Connection) -> None:
@@ -396,14 +397,15 @@ GAPPED = {
 }
 
 
-@pytest.mark.parametrize("forged", GAPPED.values(), ids=GAPPED)
-def test_the_server_refuses_a_forged_block_with_gaps(platform: EventSQL, session: Connection, forged: str) -> None:
+def test_the_server_refuses_a_forged_block_with_gaps(platform: EventSQL, session: Connection) -> None:
     platform.registry.register_topic(Topic("orders", storage="blocks"))
     platform.publisher.publish_all([Publication("orders", b"v")] * 3)
     platform.transfer.run_once()
     session.execute("UPDATE eventsql.orders_block SET eql_id = eql_id + 100")
-    with pytest.raises(psycopg.errors.CheckViolation):
-        session.execute(forged)
+    for what, forged in GAPPED.items():
+        with pytest.raises(psycopg.errors.CheckViolation):
+            session.execute(forged)
+            pytest.fail(what)
 
 
 def test_places_that_do_not_ascend_stop_reading_loudly(platform: EventSQL, session: Connection) -> None:
