@@ -232,12 +232,27 @@ def test_runs_of_two_locations_see_their_own_modules_and_environment(deployment:
         assert deployment.ended(run) is SUCCESS
 
 
-def test_a_launch_that_is_refused_goes_back_into_the_queue(tmp_path: Path) -> None:
+REGISTERING = """
+import atexit, os, pathlib, tempfile
+
+KEPT = tempfile.TemporaryDirectory()
+
+
+@atexit.register
+def leave():
+    with (pathlib.Path(__file__).parent / "left").open("a") as left:
+        left.write(f"{os.getpid()}\\n")
+"""
+
+
+def test_a_refused_launch_goes_back_into_the_queue_and_each_process_executes_its_own_exit_handlers(
+    tmp_path: Path,
+) -> None:
     queue = {"max_user_code_failure_retries": 5, "user_code_failure_retry_delay": 0}
-    coordinator = {"module": "dagster", "class": "QueuedRunCoordinator", "config": queue}
-    with deployed(tmp_path, "first", config={"run_coordinator": coordinator}, max_runs=1) as deployment:
+    config = {"run_coordinator": {"module": "dagster", "class": "QueuedRunCoordinator", "config": queue}}
+    with deployed(tmp_path, "first", before=REGISTERING, config=config, max_runs=1) as deployment:
         first = deployment.waiting()
-        second = deployment.create()
+        second = deployment.create("use")
         deployment.instance.submit_run(second, deployment.workspace.create_request_context())
         with QueuedRunCoordinatorDaemon(interval_seconds=1) as daemon:
             list(daemon.run_iteration(deployment.workspace))
@@ -247,11 +262,25 @@ def test_a_launch_that_is_refused_goes_back_into_the_queue(tmp_path: Path) -> No
 
             deployment.go()
             assert deployment.ended(first) is SUCCESS
-            server = psutil.Process(deployment.servers()[-1])
+            (pid,) = deployment.servers()
+            server = psutil.Process(pid)
             wait_until(lambda: not server.children(), "the end of the first process")
             list(daemon.run_iteration(deployment.workspace))
             assert deployment.ended(second) is SUCCESS
-    assert len(deployment.servers()) == 1
+
+        wait_until((tmp_path / "first" / f"{second}.ended").exists, "the run's own exit handler")
+        wait_until((tmp_path / "first" / f"{second}.freed").exists, "the deletion of an object that refers to itself")
+        # The directory that the import made is still there.
+        wait_until(lambda: not server.children(), "the end of the second process")
+        third = deployment.launch("use")
+        assert deployment.ended(third) is SUCCESS
+
+        assert deployment.servers() == [pid]
+        processes = {deployment.seen(run)[0] for run in (first, second, third)}
+        deployment.launcher.join(60)
+        left = {int(line) for line in (tmp_path / "first" / "left").read_text().splitlines()}
+        assert pid in left
+        assert not left & processes
 
 
 @pytest.mark.nightly
@@ -295,36 +324,6 @@ def test_a_location_with_a_thread_is_launched_by_dagsters_launcher_and_this_is_s
         assert deployment.launcher.check_run_worker_health(deployment.run(waiting)).status.value == "RUNNING"
         assert deployment.launcher.terminate(waiting)
         assert deployment.ended(waiting) is CANCELED
-
-
-REGISTERING = """
-import atexit, os, pathlib, tempfile
-
-KEPT = tempfile.TemporaryDirectory()
-
-
-@atexit.register
-def leave():
-    with (pathlib.Path(__file__).parent / "left").open("a") as left:
-        left.write(f"{os.getpid()}\\n")
-"""
-
-
-def test_runs_execute_their_own_exit_handlers_and_the_server_executes_those_of_the_import(tmp_path: Path) -> None:
-    with deployed(tmp_path, "first", before=REGISTERING) as deployment:
-        runs = [deployment.launch("use")]
-        assert deployment.ended(runs[0]) is SUCCESS
-        wait_until((tmp_path / "first" / f"{runs[0]}.ended").exists, "the run's own exit handler")
-        wait_until((tmp_path / "first" / f"{runs[0]}.freed").exists, "the deletion of an object that refers to itself")
-        runs.append(deployment.launch("use"))
-        assert [deployment.ended(run) for run in runs] == [SUCCESS] * 2
-
-        (server,) = deployment.servers()
-        processes = {deployment.seen(run)[0] for run in runs}
-        deployment.launcher.join(60)
-        left = {int(line) for line in (tmp_path / "first" / "left").read_text().splitlines()}
-        assert server in left
-        assert not left & processes
 
 
 @pytest.mark.parametrize("runs", [5, pytest.param(1000, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])])
