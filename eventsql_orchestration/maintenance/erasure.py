@@ -329,9 +329,12 @@ class _Run:
 
     def _erased(self, event: EncodedEvent) -> EncodedEvent:
         """The erased form of an event of a staged block; the event itself if it is not to be erased."""
-        if event.key not in self._encoded or (not event.value and event.metadata.startswith(ERASED.encode())):
+        erased = f"{self._mark}}}".encode()
+        # The mark has the same length at any time.
+        only_marked = event.metadata.startswith(ERASED.encode()) and len(event.metadata) == len(erased)
+        if event.key not in self._encoded or (only_marked and not event.value):
             return event
-        return event._replace(value=b"", metadata=f"{self._mark}}}".encode())
+        return event._replace(value=b"", metadata=erased)
 
     # After the events
 

@@ -120,10 +120,11 @@ def tables_with(platform: EventSQL, secret: bytes = SECRET) -> set[str]:
     return found
 
 
-def stage(platform: EventSQL, *keys: str) -> uuid.UUID:
+def stage(platform: EventSQL, *keys: str | Publication) -> uuid.UUID:
     """Stage a block with an event of each key, as Spark's tasks do."""
     attempt = uuid.uuid4()
-    (block,) = encode_blocks([Publication("orders", SECRET, key=key) for key in keys], [0] * len(keys))
+    staged = [Publication("orders", SECRET, key=each) if isinstance(each, str) else each for each in keys]
+    (block,) = encode_blocks(staged, [0] * len(keys))
     columns = sql.SQL(", ").join(map(sql.Identifier, STAGED_COLUMNS))
     statement = sql.SQL("COPY eventsql.spark_staged_event ({}) FROM STDIN (FORMAT binary)").format(columns)
     with platform.database.connection() as connection, connection.cursor().copy(statement) as copy:
@@ -185,6 +186,21 @@ def test_nothing_of_the_events_is_left_in_any_table(platform: EventSQL, form: St
     platform.transfer.run_once()
     assert all(each.erased for each in platform.reader.read("orders"))
     assert tables_with(platform) == set()
+
+
+def test_metadata_that_a_handler_gave_a_copy_of_an_erased_event_is_erased(platform: EventSQL, form: Storage) -> None:
+    publish(platform, "ann")
+    platform.eraser.execute("orders", ["ann"])
+    (erased,) = events(platform)
+    copied = erased.as_publication(name=SECRET.decode())
+    platform.publisher.publish(copied)
+    platform.transfer.run_once()
+    platform.publisher.publish(copied)
+    stage(platform, copied)
+    found = platform.eraser.execute("orders", ["ann"])
+    assert (found.events, found.buffered) == (1, 2)
+    assert tables_with(platform) == set()
+    assert platform.eraser.plan("orders", ["ann"]) == Erasure("orders", 1, 0, 0, 0)
 
 
 def test_nothing_of_the_events_is_left_in_the_statistics_of_the_planner(platform: EventSQL, form: Storage) -> None:

@@ -2,7 +2,7 @@
 
 -- part chosen -- Whether an event is to be erased; with `copies` only events that were redriven.
 (eql_key = ANY (%(keys)s::text[]) AND (NOT %(copies)s OR strpos(eql_metadata::text, '"redriven_from"') > 0)
-    AND {erased} IS NOT TRUE)
+    AND {clear} IS NOT TRUE)
 
 -- part events -- The events of a block.
 unnest(b.eql_keys, b.eql_values, b.eql_metadata) WITH ORDINALITY AS e (eql_key, eql_value, eql_metadata, number)

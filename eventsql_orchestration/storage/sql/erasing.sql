@@ -1,6 +1,13 @@
 -- part erased -- Whether an event was erased: its value is empty, and its metadata begins with the mark.
 (octet_length(eql_value) = 0 AND starts_with(eql_metadata::text, '{{"eventsql_erased":'))
 
+-- part clear -- Whether nothing of an event is left to erase. A handler may have copied an erased event with metadata of its
+-- own. The message of a dead letter that was made of an erased event says only that.
+({erased} AND NOT EXISTS (
+    SELECT FROM json_object_keys({schema}.readable_metadata(eql_metadata)) AS name
+    WHERE name <> ALL (ARRAY['eventsql_erased', 'dlt_message'] || %(kept)s::text[])
+))
+
 -- part marked -- The metadata of an event once it is erased: the mark, and the names of a dead letter that are `kept`.
 -- Another program may have written any JSON.
 (%(mark)s::text || CASE WHEN cardinality(%(kept)s::text[]) > 0 THEN coalesce((
@@ -9,7 +16,7 @@
 ), '') ELSE '' END || '}}')::json
 
 -- part wanted -- Whether an event is to be erased; with `copies` only events that were redriven.
-(eql_key = ANY (%(keys)s::text[]) AND (NOT %(copies)s OR strpos(eql_metadata::text, '"redriven_from"') > 0) AND NOT {erased})
+(eql_key = ANY (%(keys)s::text[]) AND (NOT %(copies)s OR strpos(eql_metadata::text, '"redriven_from"') > 0) AND NOT {clear})
 
 -- part window -- The events to erase in a range of ids.
 eql_id > %(after)s AND eql_id <= %(upto)s AND {wanted}
