@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TypeAlias
@@ -60,7 +60,7 @@ class AllLogs:
         self._options = options
         self._chosen = shards is not None
         with ExitStack() as opened:
-            databases = [_database(url, options.source.schema, opened) for url in options.source.urls]
+            databases = [opened.enter_context(closing(_database(options, url))) for url in options.source.urls]
             members = _members(databases, shards) if len(databases) > 1 else []
             if members or self._chosen:
                 self._logs = [_shard_logs(options, member) for member in members]
@@ -180,10 +180,8 @@ class AllLogs:
         return fence is not None and (start > fence or not logs.waiting(tp, start - 1, fence, 1))
 
 
-def _database(url: str, schema: str, opened: ExitStack) -> Database:
-    database = Database(url, schema=schema, migrate=False, application_name="eventsql-spark")
-    opened.callback(database.close)
-    return database
+def _database(options: ReadOptions, url: str) -> Database:
+    return Database(url, schema=options.source.schema, migrate=False, application_name="eventsql-spark")
 
 
 def _shard_logs(options: ReadOptions, member: OpenShard) -> Logs:
