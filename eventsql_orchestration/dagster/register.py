@@ -87,7 +87,7 @@ def why_unregistered(platform: EventSQL | Shard, topic: Topic, consumer: Consume
     if not states:
         return _other_topic(registered, topic, consumer) or consumer_missing(consumer)
     if any((state.partition != NOT_PARTITIONED) != consumer.partitioned for state in states):
-        return other_form(consumer)
+        return _other_form(consumer)
     return None
 
 
@@ -101,7 +101,7 @@ def failing_if_unregistered(platform: EventSQL, topic: Topic, consumer: Consumer
         raise dg.Failure(why, allow_retries=False) from error
 
 
-def other_form(consumer: Consumer) -> str:
+def _other_form(consumer: Consumer) -> str:
     """The message for a consumer that is registered in another form than its asset declares."""
     is_now, declared = ("not ", "") if consumer.partitioned else ("", "not ")
     return (

@@ -19,7 +19,7 @@ from eventsql_orchestration.dagster.consumers.decision import needs_attention
 from eventsql_orchestration.dagster.consumers.options import TickOptions
 from eventsql_orchestration.dagster.consumers.partition_tick import PartitionTick
 from eventsql_orchestration.dagster.consumers.tick import Answer, NothingYet, Tick, Watched, in_random_order
-from eventsql_orchestration.dagster.register import consumer_missing, other_form, why_unregistered
+from eventsql_orchestration.dagster.register import consumer_missing, why_unregistered
 from eventsql_orchestration.dagster.tags import FINISHED
 from eventsql_orchestration.errors import (
     ConsumerNotFoundError,
@@ -83,7 +83,6 @@ class ConsumerWatch(Watched):
         """The state of all partitions, or the reason why there is none. Raises `DatabaseUnavailableError`."""
         shard = tick.shard
         try:
-            shard.registry.topic(self.topic.name)
             standings = {standing.partition: standing for standing in shard.claims.standings(self.consumer)}
             live = [
                 each.claim
@@ -91,14 +90,12 @@ class ConsumerWatch(Watched):
                 if each.claim is not None and self.partition in (None, each.partition)
             ]
             runs = runs_of(live, self.consumer, shard, tick.instance)
-        except TopicNotFoundError as error:
-            return why_unregistered(shard, self.topic, self.consumer) or error.message
+        except TopicNotFoundError:
+            standings, runs = {}, {}
         except (SchemaOutdatedError, DatabaseBusyError) as error:
             return error.message
-        if not standings:
+        if not standings or (NOT_PARTITIONED in standings) == self.consumer.partitioned:
             return why_unregistered(shard, self.topic, self.consumer) or consumer_missing(self.consumer)
-        if (NOT_PARTITIONED not in standings) != self.consumer.partitioned:
-            return other_form(self.consumer)
         return Sight(standings, runs)
 
     def needs_attention(self, sight: Sight, standing: PartitionClaims, tick: Tick) -> bool:
