@@ -159,7 +159,8 @@ def test_a_tick_waits_for_a_run_and_keeps_its_claim(state: dict[str, Any], reaso
 def test_a_run_may_be_draining_a_partition(
     live: Claim | None, of: RunState | None, last: LastClaim | None, expected: str | None
 ) -> None:
-    assert draining_run(live, of, last, LIMITS, TICKS) == expected
+    standing = PartitionClaims(0, waiting=True, leased=live is not None, claim=live, last=last)
+    assert draining_run(standing, of, LIMITS, TICKS) == expected
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import dagster as dg
 
-from eventsql_orchestration.consuming.claims import Claim, LastClaim, PartitionClaims
+from eventsql_orchestration.consuming.claims import Claim, PartitionClaims
 from eventsql_orchestration.dagster.consumers.handover import PATIENCE
 from eventsql_orchestration.dagster.consumers.options import RunLimits, TickOptions
 from eventsql_orchestration.dagster.tags import CLAIM_TAG, FINISHED, PARTITION_TAG, REPLAY_TAG, SHARED_TAG
@@ -136,7 +136,7 @@ def decide(state: PartitionState, limits: RunLimits, options: TickOptions) -> De
 
 def needs_attention(standing: PartitionClaims, run: RunState | None, limits: RunLimits, options: TickOptions) -> bool:
     """Whether a tick has to decide about a partition."""
-    drains = draining_run(standing.claim, run, standing.last, limits, options) is not None
+    drains = draining_run(standing, run, limits, options) is not None
     if standing.claim is None:
         # Even if no event waits now, the window of the run that drains the partition may end soon.
         return not standing.leased and (standing.waiting or drains)
@@ -158,7 +158,7 @@ def needs_late_runs(claim: Claim, run: RunState, options: TickOptions) -> bool:
 
 
 def draining_run(
-    claim: Claim | None, run: RunState | None, last: LastClaim | None, limits: RunLimits, options: TickOptions
+    standing: PartitionClaims, run: RunState | None, limits: RunLimits, options: TickOptions
 ) -> str | None:
     """The run that may be draining a partition, so that it may get a successor.
 
@@ -167,6 +167,7 @@ def draining_run(
     With a live claim, it is the claim's owner, if that run drains this partition alone, was requested for another
     claim, and its window ends soon.
     """
+    claim, last = standing.claim, standing.last
     if claim is None:
         recent = last is not None and last.seconds <= limits.drain_idle + options.slack
         return run_of_owner(last.owner) if last is not None and recent else None

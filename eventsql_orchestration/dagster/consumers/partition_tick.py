@@ -58,7 +58,7 @@ class PartitionTick:
         run = None if record is None else tick.state(record)
         if record is not None and live is not None and not lease_decides(live, run):
             run = tick.state(record, patience=options.adopt_timeout)
-        drains = draining_run(live, run, standing.last, self.watched.limits, options)
+        drains = draining_run(standing, run, self.watched.limits, options)
         if drains is not None:
             if live is None and (record := tick.instance.get_run_record_by_id(drains)) is not None:
                 run = tick.state(record)
