@@ -1,4 +1,4 @@
-"""A tick of a consumer, of one of its partitions, or of consumers that share their runs.
+"""A tick of a consumer, or of one of its partitions.
 
 A few statements look at all partitions. Then the tick decides about each partition that needs attention. The partitions
 come from the database, because a topic's partitions may change while its consumers run.
@@ -7,7 +7,7 @@ come from the database, because a topic's partitions may change while its consum
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import dagster as dg
@@ -16,7 +16,6 @@ from eventsql_orchestration import NOT_PARTITIONED
 from eventsql_orchestration.consuming.claims import PartitionClaims
 from eventsql_orchestration.dagster.consumers.claim_runs import runs_of
 from eventsql_orchestration.dagster.consumers.decision import needs_attention
-from eventsql_orchestration.dagster.consumers.options import TickOptions
 from eventsql_orchestration.dagster.consumers.partition_tick import PartitionTick
 from eventsql_orchestration.dagster.consumers.tick import Answer, NothingYet, Tick, Watched, in_random_order
 from eventsql_orchestration.dagster.register import consumer_missing, why_unregistered
@@ -175,52 +174,3 @@ def _skipped(standings: Mapping[int, PartitionClaims], reasons: Mapping[int, dg.
     shown = [f"{partition}: {reasons[partition].skip_message}" for partition in sorted(reasons)[:SHOWN_REASONS]]
     more = [f"{len(reasons) - SHOWN_REASONS} more wait"] if len(reasons) > SHOWN_REASONS else []
     return (NothingYet if idle else dg.SkipReason)("; ".join([*counts, *shown, *more]))
-
-
-@dataclass(frozen=True)
-class SharedWatch:
-    """Decides what a tick does about consumers that share their runs.
-
-    A tick claims for one consumer and requests a run of all consumers. The run consumes that claim and the events that
-    wait for the others. While a shared run is under way, a tick claims nothing.
-    """
-
-    members: tuple[ConsumerWatch, ...]
-    sensor: str
-    options: TickOptions
-
-    @property
-    def description(self) -> str:
-        labels = ", ".join(member.label for member in self.members)
-        return f"Claims events for one of {labels}, and requests a run of all of them, unless such a run is under way."
-
-    @property
-    def notified_by(self) -> frozenset[tuple[str, str]]:
-        return frozenset(each for member in self.members for each in member.notified_by)
-
-    def evaluate(self, tick: Tick) -> Answer:
-        """One tick. Raises `DatabaseUnavailableError`."""
-        looks = [(member, member.look(tick)) for member in self.members]
-        reasons = {member.label: seen for member, seen in looks if isinstance(seen, str)}
-        sights = [(member, seen) for member, seen in looks if isinstance(seen, Sight)]
-        under_way = next((run for _, sight in sights if (run := sight.under_way()) is not None), None)
-
-        to_do = [
-            (member, sight, standing)
-            for member, sight in in_random_order(sights)
-            # Shared runs have no successors: the latest claim does not matter.
-            for standing in (replace(each, last=None) for each in sight.standings.values())
-            if (standing.claim is not None or under_way is None) and member.needs_attention(sight, standing, tick)
-        ]
-        # The run of a live claim may be dead.
-        for member, sight, standing in sorted(to_do, key=lambda each: each[2].claim is None):
-            answer = member.attend(sight, standing, tick)
-            if isinstance(answer, dg.RunRequest):
-                return [answer]
-            reasons[partition_label(member.topic.name, standing.partition)] = answer.skip_message or ""
-
-        if under_way is not None:
-            return dg.SkipReason(f"run {under_way.dagster_run.run_id} is under way, and consumes the waiting events")
-        if reasons:
-            return dg.SkipReason("; ".join(f"{label}: {why}" for label, why in list(reasons.items())[:SHOWN_REASONS]))
-        return NothingYet(f"no events wait for {', '.join(member.label for member in self.members)}")

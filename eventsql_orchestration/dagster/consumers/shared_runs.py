@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import dagster as dg
 
-from eventsql_orchestration.dagster.consumers.consumer_tick import ConsumerWatch, SharedWatch
+from eventsql_orchestration.dagster.consumers.consumer_tick import SHOWN_REASONS, ConsumerWatch, Sight
 from eventsql_orchestration.dagster.consumers.definition import ConsumerDefinition
 from eventsql_orchestration.dagster.consumers.options import DEFAULT_TICKS, TickOptions
 from eventsql_orchestration.dagster.consumers.sensors import build_sensor
+from eventsql_orchestration.dagster.consumers.tick import Answer, NothingYet, Tick, in_random_order
 from eventsql_orchestration.dagster.steps import job_of_assets
 from eventsql_orchestration.dagster.tags import CONSUMER_RUN, CONSUMER_TAG, SHARED_TAG, TOPIC_TAG
 from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.orchestration.shards import partition_label
 
 _OF_ONE = (TOPIC_TAG, CONSUMER_TAG)
 """Tags of a consumer's own runs that shared runs do not have."""
@@ -66,3 +68,52 @@ def _materialized(name: str, consumers: Sequence[ConsumerDefinition]) -> list[dg
                     f"{maker!r} materializes: they cannot share runs"
                 )
     return list(makers)
+
+
+@dataclass(frozen=True)
+class SharedWatch:
+    """Decides what a tick does about consumers that share their runs.
+
+    A tick claims for one consumer and requests a run of all consumers. The run consumes that claim and the events that
+    wait for the others. While a shared run is under way, a tick claims nothing.
+    """
+
+    members: tuple[ConsumerWatch, ...]
+    sensor: str
+    options: TickOptions
+
+    @property
+    def description(self) -> str:
+        labels = ", ".join(member.label for member in self.members)
+        return f"Claims events for one of {labels}, and requests a run of all of them, unless such a run is under way."
+
+    @property
+    def notified_by(self) -> frozenset[tuple[str, str]]:
+        return frozenset(each for member in self.members for each in member.notified_by)
+
+    def evaluate(self, tick: Tick) -> Answer:
+        """One tick. Raises `DatabaseUnavailableError`."""
+        looks = [(member, member.look(tick)) for member in self.members]
+        reasons = {member.label: seen for member, seen in looks if isinstance(seen, str)}
+        sights = [(member, seen) for member, seen in looks if isinstance(seen, Sight)]
+        under_way = next((run for _, sight in sights if (run := sight.under_way()) is not None), None)
+
+        to_do = [
+            (member, sight, standing)
+            for member, sight in in_random_order(sights)
+            # Shared runs have no successors: the latest claim does not matter.
+            for standing in (replace(each, last=None) for each in sight.standings.values())
+            if (standing.claim is not None or under_way is None) and member.needs_attention(sight, standing, tick)
+        ]
+        # The run of a live claim may be dead.
+        for member, sight, standing in sorted(to_do, key=lambda each: each[2].claim is None):
+            answer = member.attend(sight, standing, tick)
+            if isinstance(answer, dg.RunRequest):
+                return [answer]
+            reasons[partition_label(member.topic.name, standing.partition)] = answer.skip_message or ""
+
+        if under_way is not None:
+            return dg.SkipReason(f"run {under_way.dagster_run.run_id} is under way, and consumes the waiting events")
+        if reasons:
+            return dg.SkipReason("; ".join(f"{label}: {why}" for label, why in list(reasons.items())[:SHOWN_REASONS]))
+        return NothingYet(f"no events wait for {', '.join(member.label for member in self.members)}")
