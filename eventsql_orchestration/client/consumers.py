@@ -159,9 +159,10 @@ class ClusterConsumers:
     ) -> ClusterConsumption:  # fmt: skip
         """Hand events to `handler(events, connection)`, `min_events` (1) to `max_events` (1,000) at a time.
 
-        Fewer than `min_events` wait for more, at most `max_polling_delay` (10.0) seconds; a look that finds nothing is
-        repeated after `polling_delay` (1.0) seconds. A failed batch is handed over
-        again event by event, so that only the failing event is held up. Otherwise as `start`.
+        A batch ends early with the event whose value makes 32 MiB full. Fewer than `min_events` wait for more, at most
+        `max_polling_delay` (10.0) seconds; a look that finds nothing is repeated after `polling_delay` (1.0) seconds. A
+        failed batch is handed over again event by event, so that only the failing event is held up. Otherwise as
+        `start`.
         """
         return self._start(
             topic, consumer,

@@ -49,6 +49,14 @@ def read_range(connection: Connection, log: LogReader, wanted: OffsetRange, *, l
     )
 
 
+def read_part(connection: Connection, log: LogReader, wanted: OffsetRange, *, limit: int) -> tuple[list[Event], int]:
+    """The next events of a range, a batch of at most `limit`, and the offset up to which the range was read."""
+    events, more = log.read_batch(
+        connection, wanted.topic, partition=wanted.partition, after=wanted.after, upto=wanted.upto, limit=limit
+    )
+    return events, events[-1].id if more else wanted.upto
+
+
 def finish_claim(connection: Connection, queries: Queries, claim: Claim, state: str) -> bool:
     """End a claim and its lease in the caller's transaction; False if it had ended before."""
     if connection.execute(queries("finish_claim"), {"claim": claim.id, "state": state}, prepare=False).rowcount != 1:
@@ -82,8 +90,8 @@ class ClaimSource:
     def open(self, connection: Connection, limit: int) -> Batch:
         rest = self._claim.remaining
         locked = lock_claim(connection, self._queries, self._claim)
-        events = read_range(connection, self._log, rest, limit=limit)
-        return Batch(locked, events, rest.upto if len(events) < limit else events[-1].id)
+        events, upto = read_part(connection, self._log, rest, limit=limit)
+        return Batch(locked, events, upto)
 
     def close(self, connection: Connection, result: BatchResult) -> None:
         if (state := ending(self._claim, result)) is not None:

@@ -24,6 +24,7 @@ from eventsql_orchestration.consuming.claim_processing import (
     finish_claim,
     holder,
     lock_claim,
+    read_part,
     read_range,
 )
 from eventsql_orchestration.consuming.claim_pruning import ClaimPruning
@@ -232,24 +233,31 @@ class Claims:
 
     def read(self, claim: Claim) -> list[Event]:
         """The events of the rest of a claim that match the consumer's filter. Raises `ClaimLostError`."""
-        chosen: list[Event] = []
+        chosen, reached = self.read_part(claim)
+        while reached < claim.range.upto:
+            events, reached = self.read_part(claim, after=reached)
+            chosen += events
+        return chosen
+
+    def read_part(self, claim: Claim, *, after: int | None = None) -> tuple[list[Event], int]:
+        """The next events of a claim, at most `BATCH_BYTES`, and the offset up to which the claim was read.
+
+        They are the events after `after`, or else after the claim's position, that match the consumer's filter. Raises
+        `ClaimLostError`.
+        """
         # Ask for one event more than there are: if the server can read all at once, the first read is the last.
-        rest, size = claim.remaining, claim.events + 1
+        rest, size = replace(claim.remaining, after=claim.position if after is None else after), claim.events + 1
         while True:
             try:
                 with self._database.transaction() as connection:
                     locked = lock_claim(connection, self._queries, claim)
-                    events = read_range(connection, self._log, rest, limit=size)
+                    events, reached = read_part(connection, self._log, rest, limit=size)
             except (DatabaseError, MemoryError) as error:
                 if size == 1 or not too_much(error):
                     raise
                 size //= 2
-                continue
-
-            chosen += matching(locked.state.filter, events)
-            if len(events) < size:
-                return chosen
-            rest = replace(rest, after=events[-1].id)
+            else:
+                return list(matching(locked.state.filter, events)), reached
 
     def commit(
         self, connection: CallersConnection, claim: Claim, *, consumed: int | None = None, upto: int | None = None

@@ -79,7 +79,7 @@ class _UnleasedSource:
         if self._dead_letters.blocking(locked.state, connection) is not None:
             return None
 
-        events = self._log.read(
+        events, more = self._log.read_batch(
             connection, self.key.topic,
             partition=self.key.partition, after=locked.offset, upto=locked.upto, limit=limit,
         )  # fmt: skip
@@ -91,13 +91,13 @@ class _UnleasedSource:
 
         waited = (locked.now - events[0].created_at).total_seconds()
         # Up to the end of a layout there will be no more events.
-        enough = limit < options.max_events or len(events) >= options.min_events or ending
+        enough = more or limit < options.max_events or len(events) >= options.min_events or ending
         if not enough and waited < options.max_polling_delay:
             self.idle = PollOutcome(due_in=options.max_polling_delay - waited, least=options.min_events)
             return None
 
         # At the end of a layout, the next poll asks for the next layout.
-        self.full = len(events) == limit or ending
+        self.full = more or ending
         return Batch(locked, events, events[-1].id)
 
     def close(self, connection: Connection, result: BatchResult) -> None:

@@ -136,7 +136,7 @@ class Deliveries:
         freed = self._take_free(connection, locked, own, limit) if standing.free else []
 
         room = min(limit - len(freed), self._most - standing.unacknowledged)
-        events = self._read(connection, locked, cursor, room)
+        events, more = self._read(connection, locked, cursor, room)
         others = self._held_keys(connection, own) if events and standing.not_own else set()
         fresh = [Fresh(event, key, key not in others) for event, key in self._keyed(locked, events)]
         self._deliver(connection, fresh, own)
@@ -147,7 +147,7 @@ class Deliveries:
         deliveries = [*freed, *((each.event, each.key, 0) for each in fresh if each.own)]
         return HandOut(
             [Delivery(cursor.number, worker, partition, *each, locked.state.max_attempts) for each in deliveries],
-            more=len(deliveries) >= limit or len(events) == room > 0,
+            more=more or len(deliveries) >= limit,
             others=standing.not_own > len(freed) or len(deliveries) < len(freed) + len(fresh),
             held=held,
         )
@@ -236,11 +236,13 @@ class Deliveries:
             connection.execute(self._queries("drop"), {**own, "ids": list(gone)}, prepare=False)
         return [(event, keys[event.id], attempts[event.id]) for event in chosen]
 
-    def _read(self, connection: Connection, locked: LockedPartition, cursor: Cursor, room: int) -> Sequence[Event]:
-        """The next events that were never handed out."""
+    def _read(
+        self, connection: Connection, locked: LockedPartition, cursor: Cursor, room: int
+    ) -> tuple[Sequence[Event], bool]:
+        """The next events that were never handed out, and whether more of them may follow."""
         if room <= 0:
-            return ()
-        return self._log.read(
+            return (), False
+        return self._log.read_batch(
             connection, self._topic,
             partition=locked.key.partition, after=cursor.claimed_upto, upto=locked.upto, limit=room,
         )  # fmt: skip

@@ -145,20 +145,22 @@ class LeasedPolls:
         return PollOutcome(result, more=True) if result.failure is None else PollOutcome(result, due_in=0.0)
 
     def _process(self, claim: Claim, lost: threading.Event, cancellation: Cancellation) -> BatchResult:
-        """Hand the events of a claim over, and commit or release it.
+        """Hand the events of a claim over, a part of `BATCH_BYTES` at a time, and commit or release it.
 
         If the handler fails without naming an event, or in a transaction with effects of earlier events, the events are
         handed over again, one at a time. Raises a handler's error for which no event is to blame.
         """
-        left = self.claims.read(claim)
         total = BatchResult(0, claim.position)
-        each = False
+        left: Sequence[Event] = ()
+        reached, each = claim.position, False
         while claim.position < claim.range.upto:
             if claim.position > claim.range.after and cancellation.stopping.is_set():
                 self.claims.release(claim)
                 break
+            if claim.position == reached:
+                left, reached = self.claims.read_part(claim)
             events = left[:1] if each else left
-            upto = claim.range.upto if len(events) == len(left) else events[-1].id
+            upto = reached if len(events) == len(left) else events[-1].id
             lease = Lease(self.database, self.claims, claim, lost, cancellation, events=len(events), upto=upto)
             try:
                 if events:

@@ -33,6 +33,12 @@ WINDOW: Final = SEGMENT_EVENTS
 _NEAR: Final = 64
 """Events whose ids are at most this far apart are read together."""
 
+BATCH_BYTES: Final = 32 * 2**20
+"""The bytes of values that end a batch. The value that reaches them still belongs to it, and may have 64 MiB."""
+
+_ANY_BYTES: Final = 2**62
+"""More bytes than a log has."""
+
 _MORE: Final = 8
 """Factor by which each further look reads more blocks than the look before: blocks may be small."""
 
@@ -67,24 +73,40 @@ class LogReader:
         upto: int = MAX_OFFSET, limit: int | None = None,
     ) -> list[Event]:  # fmt: skip
         """The events of a range in order, at most `limit`."""
+        values = {"partition": partition, "after": after, "upto": upto, "limit": limit, "bytes": _ANY_BYTES}
+        return self._read(connection, topic, values)[0]
+
+    def read_batch(
+        self, connection: Connection, topic: str, *, partition: int, after: int, upto: int, limit: int
+    ) -> tuple[list[Event], bool]:
+        """The next events of a range in order, and whether more of them may follow in the range.
+
+        They end with event `limit`, or with the event whose value makes `BATCH_BYTES` full.
+        """
+        values = {"partition": partition, "after": after, "upto": upto, "limit": limit, "bytes": BATCH_BYTES}
+        return self._read(connection, topic, values)
+
+    def _read(self, connection: Connection, topic: str, values: dict[str, Any]) -> tuple[list[Event], bool]:
+        """The events of a range, and whether they ended at its `limit` or `bytes`. Changes `values` to the rest."""
+        partition, limit, most = values["partition"], values["limit"], values["bytes"]
         # The connection may be a caller's, with a row factory of its own.
         cursor = connection.cursor(row_factory=tuple_row)
         # Events decode these values when they are read.
         cursor.adapters.register_loader("timestamptz", Int8BinaryLoader)
         cursor.adapters.register_loader("json", TextBinaryLoader)
-        values = {"partition": partition, "after": after, "upto": upto, "limit": limit}
         known = form(connection, self._schema, topic)
         query = self._queries(_of("read", partition), topic=topic, form=known)
         if known.blocks:
-            found: list[Event] = []
+            events, more = list[Event](), True
             if partition != NOT_PARTITIONED and limit is not None and not known.both:
-                found, more = self._read_window(cursor, topic, values, limit)
-                if not more:
-                    return found
-            between = self._queries("read_between", topic=topic, form=known)
-            return found + _read_blocks(cursor, query, between, topic, values)
+                events, more = self._read_window(cursor, topic, values, limit)
+            if more:
+                between = self._queries("read_between", topic=topic, form=known)
+                events += _read_blocks(cursor, query, between, topic, values)
+            return events, len(events) == limit or values["bytes"] <= 0
         cursor.execute(query, values, binary=True, prepare=False)
-        return [Event(topic, *row) for row in cursor.fetchall()]
+        events = [Event(topic, *row) for row in cursor.fetchall()]
+        return events, len(events) == limit or sum(len(event.value or b"") for event in events) >= most
 
     def _read_window(
         self, cursor: psycopg.Cursor[Any], topic: str, values: dict[str, Any], limit: int
@@ -98,17 +120,19 @@ class LogReader:
         behind = begin + WINDOW
         query = self._queries.in_window("read_window", topic, begin=begin, behind=behind)
         rows = cursor.execute(query, {**values, "blocks": _FIRST_BLOCKS}, binary=True).fetchall()
-        events = [event for *block, _ in rows for event in _events_of_block(topic, *block)]
+        events = [event for *block, _, _ in rows for event in _events_of_block(topic, *block)]
         # A block that ends behind the range may have events of it.
         ends = values["upto"] + MOST_IDS < behind
         if events:
             values["after"], values["limit"] = events[-1].id, limit - len(events)
+            values["bytes"] -= rows[-1][-2]
             # The sequence may be behind the log's events, as after some restores. So it may end only a read without an
             # upper bound: the caller of such a read goes on later. For the caller of a range, fewer events than `limit`
             # are the end of the range.
             if values["upto"] == MAX_OFFSET and (newest := rows[0][-1]) is not None:
                 ends = events[-1].id <= newest < behind
-        return events, len(events) < limit and (not ends or len(rows) == _FIRST_BLOCKS)
+        more = values["limit"] > 0 and values["bytes"] > 0
+        return events, more and (not ends or len(rows) == _FIRST_BLOCKS)
 
     def read_ids(
         self, connection: Connection, topic: str, ids: Sequence[int], *, partition: int = NOT_PARTITIONED
@@ -204,7 +228,10 @@ def _of(name: str, partition: int) -> str:
 def _read_blocks(
     cursor: psycopg.Cursor[Any], query: sql.SQL, between: sql.SQL, topic: str, values: dict[str, Any]
 ) -> list[Event]:
-    """The events of a range of a log in blocks; `between` is the statement for blocks whose ranges overlap."""
+    """The events of a range of a log in blocks; `between` is the statement for blocks whose ranges overlap.
+
+    Changes `values` to the rest of the range.
+    """
     events: list[Event] = []
     limit: int | None = values["limit"]
     blocks = None if limit is None else _FIRST_BLOCKS
@@ -217,12 +244,13 @@ def _read_blocks(
         if more and query is not between and whole:
             query = between
             continue
-        found = [event for *block, _ in rows for event in _events_of_block(topic, *block)]
+        found = [event for *block, _, _ in rows for event in _events_of_block(topic, *block)]
         if query is between:
             # Events of other partitions lie in the gaps.
             found.sort(key=attrgetter("id"))
         events += found
-        if blocks is None or len(events) == limit or (not more and len(rows) < blocks):
+        values["bytes"] -= rows[-1][-2] if rows else 0
+        if blocks is None or len(events) == limit or values["bytes"] <= 0 or (not more and len(rows) < blocks):
             return events
         # All events up to the last one were read.
         values["after"] = events[-1].id

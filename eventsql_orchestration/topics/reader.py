@@ -46,8 +46,18 @@ class Reader:
     def stream(
         self, topic: str, *, after: int = 0, upto: int | None = None, partition: int | None = None, batch: int = 5_000
     ) -> Iterator[list[Event]]:
-        """As `read`, in lists of at most `batch` events, each read when it is needed; ends at the log's end."""
-        while events := self.read(topic, after=after, upto=upto, partition=partition, limit=batch):
+        """As `read`, in lists of at most `batch` events, each read when it is needed; ends at the log's end.
+
+        A list ends early with the event whose value makes `BATCH_BYTES` full.
+        """
+        wanted, bound = self._partition(topic, partition), MAX_OFFSET if upto is None else upto
+        while True:
+            with self._database.connection() as connection:
+                events, _ = self._log.read_batch(
+                    connection, topic, partition=wanted, after=after, upto=bound, limit=batch
+                )
+            if not events:
+                return
             yield events
             after = events[-1].id
 

@@ -305,7 +305,7 @@ class Rebuilding:
             after = begin
             while after < last:
                 with self._database.connection() if connection is None else nullcontext(connection) as reading:
-                    read = self._log.read(
+                    read, _ = self._log.read_batch(
                         reading, self._feed.topic, partition=partition, after=after, upto=last, limit=self._batch
                     )
                 if not read:

@@ -305,17 +305,17 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     done: list[int] = []
 
     def limited(
-        self: LogReader, connection: Connection, topic: str, *, limit: int | None = None, **options: Any
-    ) -> list[Event]:
-        events = unlimited(self, connection, topic, limit=limit, **options)
+        self: LogReader, connection: Connection, topic: str, *, limit: int, **options: Any
+    ) -> tuple[list[Event], bool]:
+        events, more = unlimited(self, connection, topic, limit=limit, **options)
         if len(events) > 3:
             done.append(-len(events))
             connection.execute("DO $$ BEGIN RAISE EXCEPTION 'too much' USING ERRCODE = '57014'; END $$")
         done.append(len(events))
-        return events
+        return events, more
 
-    unlimited = LogReader.read
-    monkeypatch.setattr(LogReader, "read", limited)
+    unlimited = LogReader.read_batch
+    monkeypatch.setattr(LogReader, "read_batch", limited)
     return done
 
 
@@ -350,11 +350,11 @@ def test_a_leased_consumer_reads_its_range_in_parts(platform: EventSQL, reads: l
 def test_a_single_event_that_cannot_be_read_is_an_error(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
     store(platform)
 
-    def cancelled(self: LogReader, connection: Connection, *_: Any, **__: Any) -> list[Event]:
+    def cancelled(self: LogReader, connection: Connection, *_: Any, **__: Any) -> tuple[list[Event], bool]:
         connection.execute("DO $$ BEGIN RAISE EXCEPTION 'too much' USING ERRCODE = '57014'; END $$")
-        return []
+        return [], False
 
-    monkeypatch.setattr(LogReader, "read", cancelled)
+    monkeypatch.setattr(LogReader, "read_batch", cancelled)
     with pytest.raises(DatabaseBusyError):
         platform.consumers.consume_once("orders", "mailer", lambda _events, _connection: None)
 

@@ -13,7 +13,7 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from eventsql_orchestration import EventSQL, Publication, Topic
+from eventsql_orchestration import NOT_PARTITIONED, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection, migrations
 from eventsql_orchestration.database.binary import microseconds
 from eventsql_orchestration.errors import BrokenBlockError, RedefinitionError, ValidationError
@@ -187,6 +187,39 @@ def test_events_of_a_range_are_read_and_counted_alike_in_both_forms(both: Both) 
         both.same(is_behind, partition=partition, after=after)
     both.same(left, *((partition, after) for partition, after, _ in both.ranges()))
     both.same(LogMetrics(SCHEMA).ends, range(-1, PARTITIONS + 1))
+
+
+@SEEDS
+def test_the_batches_of_a_range_are_together_its_events(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
+    for partition, after, upto in islice(both.ranges(), 15):
+        limit = both.rng.choice([1, 3, 31, 90])
+        monkeypatch.setattr(reading, "BATCH_BYTES", both.rng.choice([1, 100, 1_000]))
+        for topic in ("blocks", "rows"):
+            events, more = list[Event](), True
+            while more:
+                place = events[-1].id if events else after
+                batch, more = reader.read_batch(
+                    both.session, topic, partition=partition, after=place, upto=upto, limit=limit
+                )
+                # Whoever is told that there may be more goes on after the last event.
+                assert batch or not more
+                assert len(batch) <= limit
+                events += batch
+            assert events == reader.read(both.session, topic, partition=partition, after=after, upto=upto)
+
+
+def test_a_value_counts_with_the_bytes_that_it_has_when_it_is_read(
+    platform: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server compresses these values to 12 KiB each."""
+    platform.registry.register_topic(Topic("orders", 1, storage="blocks"))
+    for _ in range(3):
+        platform.publisher.publish(Publication("orders", b"v" * 3_000_000))
+        platform.transfer.run_once()
+    monkeypatch.setattr(reading, "BATCH_BYTES", 5_000_000)
+    for partition in (0, NOT_PARTITIONED):
+        events, more = reader.read_batch(session, "orders", partition=partition, after=0, upto=MAX_OFFSET, limit=100)
+        assert (len(events), more) == (2, True)
 
 
 @SEEDS

@@ -9,9 +9,15 @@
 -- part most -- How many events are looked for.
 %(most)s::bigint
 
--- part taken -- The blocks `near`: the id before the first event, partition, numbers of the events before and in the
--- range, times, the arrays of the events in the range, and whether there may be more events before `upto`. At most
--- `limit` events. Only these blocks' arrays are read.
+-- part size -- The bytes of the values of a block, which the server knows without reading them. They may be compressed: a
+-- block of several events has 1 MiB at most, but a value by itself may have 250 times as many bytes as are stored.
+CASE WHEN eql_events = 1 AND pg_column_size(eql_values) > 8192 AND pg_column_compression(eql_values) IS NOT NULL
+    THEN octet_length(eql_values[1]) ELSE pg_column_size(eql_values) END AS size
+
+-- part taken of most -- The blocks `near`: the id before the first event, partition, numbers of the events before and in
+-- the range, times, the arrays of the events in the range, the bytes of the blocks up to here, and whether there may be
+-- more events before `upto`. At most `limit` events, up to the block that makes `most` bytes full. Only these blocks'
+-- arrays are read.
 SELECT {base}, eql_partition, nth, taken::int, eql_buffered_at, eql_created_at,
        CASE WHEN taken = eql_events THEN eql_keys ELSE eql_keys[nth + 1:nth + taken] END,
        CASE WHEN taken = eql_events THEN eql_values ELSE eql_values[nth + 1:nth + taken] END,
@@ -19,29 +25,33 @@ SELECT {base}, eql_partition, nth, taken::int, eql_buffered_at, eql_created_at,
        CASE WHEN taken = eql_events THEN eql_times ELSE eql_times[nth + 1:nth + taken] END,
        CASE WHEN taken = eql_events THEN eql_places ELSE eql_places[nth + 1:nth + taken] END,
        CASE WHEN taken = eql_events THEN eql_entered ELSE eql_entered[nth + 1:nth + taken] END,
-       more
+       filled, more
 FROM (
     SELECT found.*, least(held, coalesce(%(limit)s::bigint - before, held))::int AS taken
-    FROM (SELECT near.*, (sum(held) OVER (ORDER BY eql_id))::bigint - held AS before FROM near) found
+    FROM (
+        SELECT near.*, (sum(held) OVER (ORDER BY eql_id))::bigint - held AS before,
+               sum(size) OVER (ORDER BY eql_id) AS filled
+        FROM near
+    ) found
 ) cut
-WHERE taken > 0
+WHERE taken > 0 AND filled - size < {most}
 ORDER BY eql_id
 
 -- read_partition -- The events of a range of one partition, in blocks, of at most `blocks` blocks. Planned as for rows.
 WITH near AS (
-    SELECT *, {up_to of {after}} AS nth, {held} AS held, false AS more
+    SELECT *, {up_to of {after}} AS nth, {held} AS held, {size}, false AS more
     FROM {schema}.{block_table}
     WHERE eql_partition = %(partition)s AND {in_range}
     ORDER BY eql_id
     LIMIT %(blocks)s
 )
-{taken};
+{taken of %(bytes)s::bigint};
 
 -- read_window -- As `read_partition`, for the blocks with ids in a window. The ends of the window are constants, so a
 -- generic plan reads the segments of the window alone, and the server keeps the plan. The row comparison leaves only
 -- the index of partition and id. `more` is the last id of the log; NULL where the current role may not know it.
 WITH near AS (
-    SELECT *, {up_to of {after}} AS nth, {held} AS held, (
+    SELECT *, {up_to of {after}} AS nth, {held} AS held, {size}, (
         SELECT CASE WHEN has_sequence_privilege(sequence, 'SELECT, USAGE') THEN pg_sequence_last_value(sequence) END
         FROM (SELECT pg_get_serial_sequence('{schema}.{block_table}', 'eql_id')::regclass AS sequence OFFSET 0) own
     ) AS more
@@ -52,12 +62,12 @@ WITH near AS (
     ORDER BY eql_partition, eql_id
     LIMIT %(blocks)s
 )
-{taken};
+{taken of %(bytes)s::bigint};
 
 -- read -- As `read_partition`, for all partitions. `more` says that there are blocks with gaps: then the events may be
 -- out of order. A block whose gap spans the whole range is left out: there may be one in each partition.
 WITH own AS MATERIALIZED (
-    SELECT *, {up_to of {after}} AS nth, {held} AS held
+    SELECT *, {up_to of {after}} AS nth, {held} AS held, {size}
     FROM {schema}.{block_table}
     WHERE {in_range} AND {held} > 0
     ORDER BY eql_id
@@ -69,19 +79,21 @@ WITH own AS MATERIALIZED (
     ) AS more
     FROM own
 )
-{taken};
+{taken of %(bytes)s::bigint};
 
 -- read_between -- As `read`, if blocks with gaps lie between blocks of other partitions: all blocks of a range of ids,
--- which has at most `limit` events.
+-- which has at most `limit` events. The first blocks end with the block that makes `bytes` full.
 WITH first AS MATERIALIZED (
-    SELECT * FROM {schema}.{block_table}
-    WHERE {in_range}
-    ORDER BY eql_id
-    LIMIT %(blocks)s
+    SELECT *
+    FROM (
+        SELECT *, sum(size) OVER (ORDER BY eql_id) AS upto_here
+        FROM (SELECT *, {size} FROM {schema}.{block_table} WHERE {in_range} ORDER BY eql_id LIMIT %(blocks)s) block
+    ) block
+    WHERE upto_here - size < %(bytes)s::bigint
 ), ends AS MATERIALIZED (
     SELECT max(eql_id) AS last, bool_or(eql_span IS NOT NULL) AS gaps FROM first
 ), late AS MATERIALIZED (
-    SELECT * FROM {schema}.{block_table}
+    SELECT *, {size}, NULL::bigint FROM {schema}.{block_table}
     WHERE {in_range} AND eql_span IS NOT NULL AND eql_id > (SELECT ends.last FROM ends)
       AND eql_id <= {farthest of (SELECT ends.last FROM ends)} AND {base} < (SELECT ends.last FROM ends)
 ), both_kinds AS (
@@ -99,7 +111,7 @@ WITH first AS MATERIALIZED (
     FROM both_kinds
     WHERE {base} < (SELECT cut.upto FROM cut)
 )
-{taken};
+{taken of 9223372036854775807};
 
 -- count -- How many events a range of offsets holds.
 SELECT coalesce(sum({held}), 0)::bigint

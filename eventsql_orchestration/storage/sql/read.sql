@@ -1,14 +1,22 @@
 -- part value -- The value of an event; NULL for an erased one, whose metadata begin with a mark.
 CASE WHEN octet_length(eql_value) > 0 OR NOT starts_with(eql_metadata::text, '{{"eventsql_erased":') THEN eql_value END
 
--- read -- Events of a range of offsets, in order. The statements for one partition are planned for their values: a
--- generic plan would walk over the events of all other partitions, and reach no end if the partition gets no event. A
--- topic that EventSQL's Java library registered after the migrations has times without a time zone.
+-- read -- Events of a range of offsets, in order, up to the event that makes `bytes` full. The statements for one
+-- partition are planned for their values: a generic plan would walk over the events of all other partitions, and reach
+-- no end if the partition gets no event. A topic that EventSQL's Java library registered after the migrations has times
+-- without a time zone.
 SELECT eql_id, eql_partition, eql_key, {value}, eql_buffered_at::timestamptz, eql_created_at::timestamptz, eql_metadata
-FROM {schema}.{event_table}
-WHERE {in_partition} eql_id > %(after)s AND eql_id <= %(upto)s
-ORDER BY eql_id
-LIMIT %(limit)s;
+FROM (
+    SELECT *, sum(octet_length(eql_value)) OVER (ORDER BY eql_id ROWS UNBOUNDED PRECEDING) AS filled
+    FROM (
+        SELECT * FROM {schema}.{event_table}
+        WHERE {in_partition} eql_id > %(after)s AND eql_id <= %(upto)s
+        ORDER BY eql_id
+        LIMIT %(limit)s
+    ) next
+) event
+WHERE filled - octet_length(eql_value) < %(bytes)s::bigint
+ORDER BY eql_id;
 
 -- is_refused -- Whether there is a log that the current role may not read.
 SELECT has_table_privilege(to_regclass(%(log)s), 'SELECT') IS FALSE;

@@ -1,0 +1,101 @@
+"""A batch ends early where its values are many bytes, whatever the form of the log and the way of consuming."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import pytest
+
+from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
+from eventsql_orchestration.consuming import failures
+from eventsql_orchestration.consuming.claims import Claim
+from eventsql_orchestration.consuming.leases import Lease
+from eventsql_orchestration.model import STORAGES
+from eventsql_orchestration.storage import reading
+from tests.effects import effects, make_table, write
+
+if TYPE_CHECKING:
+    from tests.fixtures import Until
+
+EVENTS = 7
+PARTS = [3, 3, 1]
+"""The batches of these events: the third value makes a batch full."""
+
+
+def prepare(platform: EventSQL) -> None:
+    """A topic in each form, whose events are blocks by themselves."""
+    make_table(platform)
+    for storage in STORAGES:
+        platform.registry.register_topic(Topic(storage, 1, storage=storage))
+        platform.registry.register_consumer(Consumer(storage, "mailer", partitioned=True))
+        for _ in range(EVENTS):
+            platform.publisher.publish(Publication(storage, b"v" * 1_000, key="a"))
+            platform.transfer.run_once()
+
+
+pytestmark = [pytest.mark.prepared.with_args(prepare), pytest.mark.parametrize("topic", STORAGES)]
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "BATCH_BYTES", 2_500)
+    monkeypatch.setattr(failures, "FIRST_BACKOFF", 0.01)
+
+
+def ids(platform: EventSQL, topic: str) -> list[int]:
+    return [event.id for event in platform.reader.read(topic)]
+
+
+def consumed(platform: EventSQL, topic: str) -> bool:
+    return platform.registry.consumer(topic, "mailer")[0].last_event_id == platform.reader.end(topic)
+
+
+def claim(platform: EventSQL, topic: str) -> Claim:
+    claimed = platform.claims.claim(topic, "mailer", 0, owner="me")
+    assert isinstance(claimed, Claim)
+    return claimed
+
+
+def test_a_stream_reads_parts(platform: EventSQL, topic: str) -> None:
+    assert [len(events) for events in platform.reader.stream(topic, partition=0)] == PARTS
+    assert [len(events) for events in platform.reader.stream(topic)] == PARTS
+
+
+def test_a_consumer_does_not_wait_between_its_batches(platform: EventSQL, topic: str, until: Until) -> None:
+    """It does not wait for `min_events` either, except with the last event."""
+    sizes: list[int] = []
+    with platform.consumers.start_batch(
+        topic, "mailer", lambda events, _: sizes.append(len(events)), min_events=4, polling_delay=3600.0
+    ):
+        until(lambda: sum(sizes) >= 6)
+    assert sizes == PARTS[:2]
+
+
+def test_a_claim_is_processed_to_its_end(platform: EventSQL, topic: str) -> None:
+    sizes: list[int] = []
+    claimed = claim(platform, topic)
+    assert [event.id for event in platform.claims.read(claimed)] == ids(platform, topic)
+    assert platform.claims.process(claimed, lambda events, _: sizes.append(len(events))).consumed == EVENTS
+    assert sizes == PARTS
+    assert platform.claims.get(claimed.id)[1] == "committed"
+    assert consumed(platform, topic)
+
+
+def test_a_leased_consumer_commits_each_part_of_its_claim(platform: EventSQL, topic: str, until: Until) -> None:
+    """An event of the second part fails once, and is handed over again with the rest."""
+    seen: list[tuple[int, list[int]]] = []
+
+    def handle(events: Sequence[Event], lease: Lease) -> None:
+        seen.append((lease.claim.id, [event.id for event in events]))
+        with lease.transaction() as connection:
+            write(events, connection)
+            if len(seen) == 2:
+                raise ValueError("once")
+
+    with platform.consumers.start_leased(topic, "mailer", handle):
+        until(lambda: consumed(platform, topic))
+    own = ids(platform, topic)
+    # After the failure, the events of the claim go one by one.
+    assert seen == [(seen[0][0], each) for each in (own[:3], own[3:6], *([event] for event in own[3:]))]
+    assert effects(platform) == own
