@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from eventsql_orchestration.consuming.delivery import Delivery
+from eventsql_orchestration.storage.reading import BATCH_BYTES
 
 MOST_AHEAD: Final = 1_000
 """The most events that wait in a process for its workers."""
@@ -24,6 +25,8 @@ class Backlog:
 
     def __init__(self) -> None:
         self.ready: deque[Delivery] = deque()
+        self.bytes = 0
+        """The bytes of the values of all these events."""
         self._unsettled: dict[int, set[Delivery]] = {}
         """The deliveries of each partition."""
         self._behind: dict[tuple[int, int | None], deque[Delivery]] = {}
@@ -31,6 +34,7 @@ class Backlog:
     def add(self, deliveries: Iterable[Delivery]) -> None:
         for each in deliveries:
             self._unsettled.setdefault(each.partition, set()).add(each)
+            self.bytes += len(each.event.value or b"")
             if each.key is None:
                 self.ready.append(each)
             elif (behind := self._behind.get(_line_of(each))) is not None:
@@ -74,6 +78,11 @@ class Backlog:
                 self._forget(each)
             behind.clear()
 
+    @property
+    def full(self) -> bool:
+        """Whether the events are as many bytes as a batch may have."""
+        return self.bytes >= BATCH_BYTES
+
     def unsettled(self, partition: int) -> list[Delivery]:
         """The events of a partition."""
         return list(self._unsettled.get(partition, ()))
@@ -85,6 +94,7 @@ class Backlog:
     def _forget(self, gone: Delivery) -> None:
         unsettled = self._unsettled[gone.partition]
         unsettled.remove(gone)
+        self.bytes -= len(gone.event.value or b"")
         if not unsettled:
             del self._unsettled[gone.partition]
 

@@ -146,7 +146,7 @@ class QueueConsumption(Running):
         with self._fetching:
             while not self._stop.is_set():
                 now = time.monotonic()
-                if len(self._backlog.ready) <= self._ahead.most // 2:
+                if len(self._backlog.ready) <= self._ahead.most // 2 and not self._backlog.full:
                     woken, self._woken = self._woken, False
                     due = [partition for partition, at in self._due.items() if woken or at <= now]
                     if due:
@@ -173,7 +173,7 @@ class QueueConsumption(Running):
 
     def _fetch_partition(self, partition: int, ready_in: float) -> None:
         with self._fetching:
-            room = self._ahead.most - len(self._backlog.ready)
+            room = 0 if self._backlog.full else self._ahead.most - len(self._backlog.ready)
             worker = self._worker
         if room <= 0 or self._stop.is_set():
             return
@@ -239,11 +239,14 @@ class QueueConsumption(Running):
 
     def _finish(self, delivery: Delivery) -> None:
         """Let the next event of the key go. Call with the lock."""
+        full = self._backlog.full
         self._backlog.settled(delivery)
         self._working.notify()
         if self._backlog.idle(delivery.partition):
             # The offset can move, and a layout may end there.
             self._due[delivery.partition] = 0.0
+            self._fetching.notify()
+        elif full:
             self._fetching.notify()
 
     def _give_up_key(self, delivery: Delivery) -> None:

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
-from eventsql_orchestration.consuming import failures
+from eventsql_orchestration.consuming import failures, queue_backlog
 from eventsql_orchestration.consuming.claims import Claim
+from eventsql_orchestration.consuming.deliveries import Deliveries
+from eventsql_orchestration.consuming.delivery import HandOut
 from eventsql_orchestration.consuming.leases import Lease
 from eventsql_orchestration.model import STORAGES
 from eventsql_orchestration.storage import reading
@@ -40,6 +42,7 @@ pytestmark = [pytest.mark.prepared.with_args(prepare), pytest.mark.parametrize("
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "BATCH_BYTES", 2_500)
+    monkeypatch.setattr(queue_backlog, "BATCH_BYTES", 2_500)
     monkeypatch.setattr(failures, "FIRST_BACKOFF", 0.01)
 
 
@@ -99,3 +102,31 @@ def test_a_leased_consumer_commits_each_part_of_its_claim(platform: EventSQL, to
     # After the failure, the events of the claim go one by one.
     assert seen == [(seen[0][0], each) for each in (own[:3], own[3:6], *([event] for event in own[3:]))]
     assert effects(platform) == own
+
+
+def test_a_queue_fetches_nothing_while_it_holds_a_batch(
+    platform: EventSQL, topic: str, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first event is not done before the process has three events, which wait for each other."""
+    seen: list[int] = []
+    held: list[int] = []
+    hand_out = Deliveries.hand_out
+
+    def kept() -> int:
+        with platform.database.connection() as connection:
+            return connection.execute("SELECT FROM eventsql.consumer_delivery").rowcount
+
+    def noting(self: Deliveries, worker: int, partition: int, limit: int) -> HandOut:
+        held.append(kept())
+        return hand_out(self, worker, partition, limit)
+
+    def handle(event: Event) -> None:
+        if not seen:
+            until(lambda: kept() >= 3)
+        seen.append(event.id)
+
+    monkeypatch.setattr(Deliveries, "hand_out", noting)
+    with platform.consumers.start_queue(topic, "mailer", handle, workers=1, polling_delay=0.02):
+        until(lambda: consumed(platform, topic))
+    assert seen == ids(platform, topic)
+    assert max(held) < 3
