@@ -318,6 +318,19 @@ def test_a_damaged_block_stops_reading_loudly(platform: EventSQL, session: Conne
     assert (caught.value.topic, caught.value.partition, caught.value.first) == ("orders", -1, 1)
 
 
+def test_a_damaged_block_without_a_first_value_is_not_left_out(platform: EventSQL, session: Connection) -> None:
+    platform.registry.register_topic(Topic("orders", storage="blocks"))
+    platform.publisher.publish(Publication("orders", b"v" * 3_000_000))
+    platform.transfer.run_once()
+    session.execute("ALTER TABLE eventsql.orders_block DROP CONSTRAINT eql_whole_values")
+    session.execute("ALTER TABLE eventsql.orders_block ALTER COLUMN eql_values SET STORAGE EXTENDED")
+    (value,) = session.execute("SELECT eql_values FROM eventsql.orders_block").fetchone() or ()
+    session.execute("UPDATE eventsql.orders_block SET eql_values = '{}'")
+    session.execute("UPDATE eventsql.orders_block SET eql_values[5:6] = %s", [value * 2])
+    with pytest.raises(BrokenBlockError):
+        platform.reader.read("orders")
+
+
 def test_overlapping_blocks_and_foreign_partitions_are_found(platform: EventSQL, session: Connection) -> None:
     platform.registry.register_topic(Topic("orders", 2, storage="blocks"))
     platform.publisher.publish_all([Publication("orders", b"v", partition=each % 2) for each in range(60)])

@@ -10,9 +10,13 @@
 %(most)s::bigint
 
 -- part size -- The bytes of the values of a block, which the server knows without reading them. They may be compressed: a
--- block of several events has 1 MiB at most, but a value by itself may have 250 times as many bytes as are stored.
-CASE WHEN eql_events = 1 AND pg_column_size(eql_values) > 8192 AND pg_column_compression(eql_values) IS NOT NULL
-    THEN octet_length(eql_values[1]) ELSE pg_column_size(eql_values) END AS size
+-- block of several events has 1 MiB at most, but a value by itself may have 250 times as many bytes as are stored. A
+-- broken block may have no first value, and has a size all the same: without a size, it would be left out.
+greatest(
+    pg_column_size(eql_values),
+    CASE WHEN eql_events = 1 AND pg_column_size(eql_values) > 8192 AND pg_column_compression(eql_values) IS NOT NULL
+        THEN octet_length(eql_values[1]) END
+) AS size
 
 -- part taken of most -- The blocks `near`: the id before the first event, partition, numbers of the events before and in
 -- the range, times, the arrays of the events in the range, the bytes of the blocks up to here, and whether there may be
