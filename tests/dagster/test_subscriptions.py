@@ -30,7 +30,7 @@ from eventsql_orchestration.store import Change, Projection, Projections, Record
 from eventsql_orchestration.views import Rollup
 from tests.dagster.conftest import executed_check
 from tests.fixtures import Sessions
-from tests.views.test_rebuilding import Counts, World
+from tests.views.test_rebuilding import Counts, World, prepare
 
 MAILER = subscription_asset("mailer")
 MOVES = Rollup("moves", timedelta(minutes=1), ("place",))
@@ -117,6 +117,7 @@ def test_a_projection_is_checked_against_a_replay(platform: EventSQL, dsn: str) 
     assert checked().passed
 
 
+@pytest.mark.prepared.with_args(prepare)
 def test_a_view_is_checked_against_a_recomputation(platform: EventSQL, dsn: str) -> None:
     world = World(platform)
     world.publish(1, 2, 3)

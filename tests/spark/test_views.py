@@ -20,7 +20,9 @@ from eventsql_orchestration.spark.views import SparkViewFeed, SparkViewFill, _co
 from eventsql_orchestration.views import Definition, LogEntry, Rollup, RollupEntry, ViewComparison, ViewFilling
 from eventsql_orchestration.views.partitions import NO_TENANT
 from tests.views.conftest import DAY, MINUTE, NOON, SKETCHES
-from tests.views.test_rebuilding import CONSUMER, FEEDS, TOPIC, Counts, Feed, Lines, Steps, World, read
+from tests.views.test_rebuilding import CONSUMER, FEEDS, TOPIC, Counts, Feed, Lines, Steps, World, prepare, read
+
+pytestmark = pytest.mark.prepared.with_args(prepare, fixture="world")
 
 AT = "timestamp_seconds(1732104000 + 60 * CAST(CAST(value AS STRING) AS INT))"
 """NOON and so many minutes."""

@@ -118,15 +118,22 @@ def read(events: Sequence[Event]) -> list[tuple[Event, int]]:
     return [(event, json.loads(event.value)) for event in events]
 
 
+def prepare(platform: EventSQL) -> None:
+    """Make what a `World` uses."""
+    Views(platform.database).declare(*(feed.view for feed in FEEDS))
+    platform.registry.register_topic(Topic(TOPIC, partitions=2))
+    platform.registry.register_consumer(Consumer(TOPIC, CONSUMER, partitioned=True))
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
+
+
 class World:
     """A topic of two partitions, and a consumer that writes three views."""
 
     def __init__(self, platform: EventSQL) -> None:
         self.platform, self.views = platform, Views(platform.database)
         self.feeds: Sequence[Feed] = FEEDS
-        self.views.declare(*(feed.view for feed in FEEDS))
-        platform.registry.register_topic(Topic(TOPIC, partitions=2))
-        platform.registry.register_consumer(Consumer(TOPIC, CONSUMER, partitioned=True))
 
     def publish(self, *minutes: int, keys: str = "abcd") -> None:
         self.platform.publisher.publish_all(
