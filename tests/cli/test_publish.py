@@ -82,16 +82,14 @@ def test_line_feeds_with_carriage_returns_a_byte_order_mark_and_empty_lines_are_
     assert sorted(event.value for event in events(platform, topic)) == [b'{"id":1}', b'{"id":2}']
 
 
-@pytest.mark.parametrize(
-    ("value", "key"),
-    [('"a b"', "a b"), ("1", "1"), ("1.50", "1.50"), ("1e5", "1e5"), ("12345678901234567890", "12345678901234567890"),
-     ("true", "true"), ("false", "false"), ('""', "")],
-)  # fmt: skip
-def test_a_key_is_the_fields_value_as_it_is_written(
-    run: Run, platform: EventSQL, topic: str, value: str, key: str
-) -> None:
-    assert run("publish", topic, "--key", "id", stdin=f'{{"id": {value}}}\n').exit_code == 0
-    assert [event.key for event in events(platform, topic)] == [key]
+def test_a_key_is_the_fields_value_as_it_is_written(run: Run, platform: EventSQL, topic: str) -> None:
+    keys = {
+        '"a b"': "a b", "1": "1", "1.50": "1.50", "1e5": "1e5", "12345678901234567890": "12345678901234567890",
+        "true": "true", "false": "false", '""': "",
+    }  # fmt: skip
+    lines = {f'{{"id": {value}}}': key for value, key in keys.items()}
+    assert run("publish", topic, "--key", "id", stdin="\n".join(lines)).exit_code == 0
+    assert {event.value.decode(): event.key for event in events(platform, topic)} == lines
 
 
 def test_metadata_and_partition_go_to_every_event(run: Run, platform: EventSQL, topic: str) -> None:
