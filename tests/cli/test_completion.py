@@ -50,12 +50,18 @@ def completed(*words: str, **environment: str) -> list[str]:
     return [line.removeprefix("plain,") for line in shown.stdout.split()]
 
 
-@pytest.fixture
-def defined(platform: EventSQL) -> EventSQL:
+def prepare(platform: EventSQL) -> None:
     for topic in ("rides", "rides_dlt", "prices"):
         platform.registry.register_topic(Topic(topic))
     for consumer in ("ledger", "payout"):
         platform.registry.declare_consumer(Consumer("rides", consumer))
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare, fixture="defined")
+
+
+@pytest.fixture
+def defined(platform: EventSQL) -> EventSQL:
     return platform
 
 
