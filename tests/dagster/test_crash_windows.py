@@ -56,26 +56,25 @@ def all_retried(bench: Workbench) -> bool:
     return bool(retries) and all(retry in runs and runs[retry].is_finished for retry in retries)
 
 
-@pytest.mark.parametrize(
-    "points",
-    [
-        pytest.param(IN_TICKS, id="each", marks=[pytest.mark.nightly, pytest.mark.timeout(1800)]),
-        pytest.param([stopping.AFTER_THE_TICK_IS_STORED], id="sample"),
-    ],
-)
-def test_a_machine_that_dies_at_any_step_of_a_tick_loses_nothing_and_does_nothing_twice(
-    orders: Workbench, home: Path, points: list[str]
-) -> None:
-    """Each machine finds the state that the previous machine left, and dies one step later."""
+def die_at_each(bench: Workbench, home: Path, points: list[str]) -> list[int]:
+    """Each machine finds the state that the previous machine left, and dies one step later. Gives the ids of events."""
     ids: list[int] = []
     for point in points:
-        ids += orders.publish("orders", 10)
-        with held(orders.platform, point), Machine(home) as machine:
-            pid = await_stop(orders, point)
+        ids += bench.publish("orders", 10)
+        with held(bench.platform, point), Machine(home) as machine:
+            pid = await_stop(bench, point)
             assert machine.has(pid)
             machine.die()
-        assert orders.effects() == []
+        assert bench.effects() == []
+    return ids
 
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_a_machine_that_dies_at_any_step_of_a_tick_loses_nothing_and_does_nothing_twice(
+    orders: Workbench, home: Path
+) -> None:
+    ids = die_at_each(orders, home, IN_TICKS)
     with Machine(home):
         wait_until(lambda: orders.offset(stopping_consumer.steps) == ids[-1], "the end of the log", seconds=SLOW)
     assert orders.effects() == ids
@@ -98,8 +97,11 @@ def test_a_machine_that_dies_at_any_step_of_a_tick_loses_nothing_and_does_nothin
 def test_a_run_whose_process_is_killed_at_any_step_loses_nothing_and_does_nothing_twice(
     orders: Workbench, home: Path, points: list[str]
 ) -> None:
-    """Each run finds the state that the previous run left, and is killed one step later."""
-    ids = orders.publish("orders", 10)
+    """Each run finds the state that the previous run left, and is killed one step later.
+
+    The first run is that of a tick whose machine died before it had created the run.
+    """
+    ids = die_at_each(orders, home, [stopping.AFTER_THE_TICK_IS_STORED])
     with Machine(home), contextlib.ExitStack() as holding:
         holding.enter_context(held(orders.platform, points[0]))
         for point, following in zip(points, [*points[1:], None], strict=True):
@@ -115,6 +117,9 @@ def test_a_run_whose_process_is_killed_at_any_step_loses_nothing_and_does_nothin
         wait_until(lambda: len(consumer_runs(orders)) >= len(points) + 1, "the last run", seconds=SLOW)
         wait_until(lambda: all_retried(orders), "the end of the retries of the runs that failed", seconds=SLOW)
     assert orders.effects() == ids
+    # Dagster copies the key to its automatic retries.
+    keys = [run.tags["dagster/run_key"] for run in consumer_runs(orders) if run.parent_run_id is None]
+    assert len(set(keys)) == len(keys), "the run whose tick was stored was created once"
     # The killed runs that had a claim do not take up slots of the queue.
     dead = [run for run in consumer_runs(orders) if run.status is dg.DagsterRunStatus.FAILURE]
     assert len(dead) >= max(1, len(points) // 2)
