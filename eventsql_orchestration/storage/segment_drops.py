@@ -206,6 +206,13 @@ class SegmentDrops:
 
         Raises `QueryCanceled` after `wait` seconds, which a timer measures.
         """
+        existing = segments(connection, self._schema, self._topic) or ()
+        if not any(each.log == segment.log and each.table != segment.table for each in existing):
+            # The last segment of a log's former form. A query whose snapshot is older than a concurrent detach may have
+            # planned with the segment, and find a table without partitions. This ends the server, up to PostgreSQL 18.4
+            # at least, by a segmentation fault.
+            self._alter(connection, segment.table, "ALTER TABLE {log} DETACH PARTITION {segment}", log=segment.log)
+            return
         log, table = sql.Identifier(self._schema, segment.log), sql.Identifier(self._schema, segment.table)
         statement = sql.SQL("ALTER TABLE {} DETACH PARTITION {} CONCURRENTLY").format(log, table)
 

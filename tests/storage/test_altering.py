@@ -18,7 +18,7 @@ from eventsql_orchestration.errors import DatabaseBusyError, RegistryError, Vali
 from eventsql_orchestration.maintenance import retention
 from eventsql_orchestration.model import Publication, Storage
 from eventsql_orchestration.publishing import log_room
-from eventsql_orchestration.storage import compacting, log_form, segments, sequences
+from eventsql_orchestration.storage import compacting, log_form, segment_drops, segments, sequences
 from eventsql_orchestration.storage.erasing import try_change
 from eventsql_orchestration.storage.log_form import FORMS
 from eventsql_orchestration.storage.log_queries import LogQueries
@@ -179,6 +179,26 @@ def test_retention_leaves_both_forms_while_events_are_erased(
         assert dropped.segments >= 1
     assert log_form.form_now(session, "eventsql", "orders").both
     assert platform.reader.count("orders") == 90
+
+
+def test_the_last_segment_of_the_former_form_leaves_the_log_only_while_nobody_reads_it(
+    platform: EventSQL, session: Connection, storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A query that meets a concurrent detach of this segment would end the server by a segmentation fault.
+    monkeypatch.setattr(segment_drops, "LOCK_SECONDS", 0.1)
+    monkeypatch.setattr(retention, "WAIT_SECONDS", 0.1)
+    publish(platform, 0, 90)
+    platform.registry.set_storage("orders", OTHER[storage])
+    publish(platform, 90, 90)
+    platform.registry.set_retention("orders", Retention(events=20))
+    with session.transaction():
+        session.execute("SELECT FROM eventsql.orders_event")
+        with pytest.raises(DatabaseBusyError):
+            platform.retention.run_once(["orders"])
+        assert not any(each.detaching for each in segments.segments(session, "eventsql", "orders") or ())
+    (dropped,) = platform.retention.run_once(["orders"])
+    assert dropped.segments == 1
+    assert not log_form.form_now(session, "eventsql", "orders").both
 
 
 @pytest.mark.parametrize(
