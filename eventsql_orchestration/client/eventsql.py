@@ -36,6 +36,7 @@ from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.shards.two_phase_coordinator import Unfinished
 from eventsql_orchestration.store.store import Store
 from eventsql_orchestration.threads import in_thread
+from eventsql_orchestration.topics.layouts import Layouts
 from eventsql_orchestration.topics.reader import Reader
 from eventsql_orchestration.validation import DEFAULT_SCHEMA
 
@@ -121,6 +122,11 @@ class EventSQL:
     def claims(self) -> Claims:
         """Claims on the only database. Raises `SingleShardError` if there are several."""
         return self._only("claims").claims
+
+    @property
+    def layouts(self) -> Layouts:
+        """The layouts of topics in the only database. Raises `SingleShardError` if there are several."""
+        return self._only("layouts").layouts
 
     @property
     def listener(self) -> Listener:

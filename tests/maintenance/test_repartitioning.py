@@ -144,7 +144,7 @@ def test_a_consumer_waits_for_all_of_its_partitions_at_the_change(
     assert isinstance(claim, NoClaim)
     assert f"partition 2 must come to offset {changed.after} first" in claim.reason
     assert untils(platform) == {changed.after}
-    assert platform.shards[0].layouts.unsettled("orders") == {"mailer": changed.after}
+    assert platform.layouts.unsettled("orders") == {"mailer": changed.after}
     lag = {entry.partition: entry for entry in platform.lag("orders") if entry.consumer == "mailer"}
     assert lag[0].cause is LagCause.HELD_BACK
     ends = f"offset {changed.after}, where layout 1 of the topic ends"
@@ -166,7 +166,7 @@ def test_a_consumer_waits_for_all_of_its_partitions_at_the_change(
     assert {state.last_event_id for state in platform.registry.consumer("orders", "mailer")} == {changed.after}
     orders.consume()
     orders.check()
-    assert platform.shards[0].layouts.unsettled("orders") == {}
+    assert platform.layouts.unsettled("orders") == {}
 
 
 def test_a_claim_ends_where_the_partitions_change_and_the_next_begins_there(platform: EventSQL, orders: Orders) -> None:
@@ -210,7 +210,7 @@ def test_a_claim_from_before_the_change_is_consumed_by_its_owner(platform: Event
 def test_the_first_layout_holds_since_the_topic_was_made(platform: EventSQL, orders: Orders) -> None:
     orders.publish()
     platform.repartitioner.repartition("orders", 5)
-    first, second = platform.shards[0].layouts.of("orders")
+    first, second = platform.layouts.of("orders")
     made = platform.registry.topic("orders").created_at
     assert made is not None
     assert first.created_at == made < second.created_at
@@ -221,7 +221,7 @@ def test_changes_follow_each_other_before_consumers_have_come_to_the_first(platf
         orders.publish(60)
         platform.repartitioner.repartition("orders", number)
     orders.publish(60)
-    assert [each.partitions for each in platform.shards[0].layouts.of("orders")] == [3, 5, 2, 4, 1, 6]
+    assert [each.partitions for each in platform.layouts.of("orders")] == [3, 5, 2, 4, 1, 6]
     assert sum(entry.events for entry in platform.lag("orders") if entry.consumer == "mailer") == 360
     assert orders.consume() == 360
     orders.check()
@@ -551,7 +551,7 @@ def test_a_log_in_rows_again_keeps_its_guard_though_retention_has_dropped_the_la
         platform.registry.unregister_consumer("orders", consumer)
     platform.registry.set_retention("orders", Retention(events=1))
     platform.retention.run_once()
-    assert [each.partitions for each in platform.shards[0].layouts.of("orders")] == [2]
+    assert [each.partitions for each in platform.layouts.of("orders")] == [2]
     assert write_past(platform, 2, "rider 1").partition == partition_of_key("rider 1", 2)
 
 
@@ -609,7 +609,7 @@ def test_a_publisher_that_does_not_end_leaves_everything_as_it_was(
     with open_transaction(dsn, publishing), pytest.raises(DatabaseBusyError, match="keeps its 3 partitions"):
         platform.repartitioner.repartition("orders", 4, timeout=0.2)
     assert platform.registry.topic("orders").partitions == 3
-    assert platform.shards[0].layouts.of("orders") == []
+    assert platform.layouts.of("orders") == []
     assert partitions(platform) == [0, 1, 2]
 
 
@@ -655,12 +655,12 @@ def test_a_handler_that_publishes_and_a_change_do_not_wait_for_each_other(
 def test_an_impossible_change_is_refused(platform: EventSQL, topic: str, number: int, error: type[Exception]) -> None:
     with pytest.raises(error):
         platform.repartitioner.repartition(topic, number)
-    assert platform.shards[0].layouts.of("orders") == []
+    assert platform.layouts.of("orders") == []
 
 
 def test_the_number_that_a_topic_has_changes_nothing(platform: EventSQL, orders: Orders) -> None:
     assert platform.repartitioner.repartition("orders", 3) is None
-    assert platform.shards[0].layouts.of("orders") == []
+    assert platform.layouts.of("orders") == []
 
 
 # Processes that die
@@ -671,7 +671,7 @@ def check_all_or_nothing(platform: EventSQL, orders: Orders, before: int, after:
     topic = platform.registry.topic("orders")
     with platform.database.connection() as connection:
         guarded = legacy_writer_trigger.is_guarded(connection, "eventsql", "orders")
-    known = [each.partitions for each in platform.shards[0].layouts.of("orders")]
+    known = [each.partitions for each in platform.layouts.of("orders")]
     if topic.partitions == before:
         assert (topic.layout, known, partitions(platform), untils(platform)) == (1, [], list(range(before)), {None})
         assert not guarded
@@ -781,7 +781,7 @@ def test_running_consumers_and_publishers_go_through_changes(dsn: str, orders: O
             thread.start()
         for number in (5, 2, 8, 1, 4):
             assert two.repartitioner.repartition("orders", number) is not None
-            until(lambda: not one.shards[0].layouts.unsettled("orders"))
+            until(lambda: not one.layouts.unsettled("orders"))
         stop.set()
         for thread in threads:
             thread.join(60)
