@@ -329,12 +329,12 @@ class _Run:
 
     def _erased(self, event: EncodedEvent) -> EncodedEvent:
         """The erased form of an event of a staged block; the event itself if it is not to be erased."""
-        erased = f"{self._mark}}}".encode()
-        # The mark has the same length at any time.
-        only_marked = event.metadata.startswith(ERASED.encode()) and len(event.metadata) == len(erased)
-        if event.key not in self._encoded or (only_marked and not event.value):
+        if event.key not in self._encoded:
             return event
-        return event._replace(value=b"", metadata=erased)
+        metadata = f"{self._mark}}}".encode()
+        # The mark has the same length at any time.
+        only_marked = event.metadata.startswith(ERASED.encode()) and len(event.metadata) == len(metadata)
+        return event if only_marked and not event.value else event._replace(value=b"", metadata=metadata)
 
     # After the events
 
