@@ -69,7 +69,7 @@ class Buffered(OnTopic, BesideRawCopy):
     summary = "Publish single events, many at once."
 
     in_flight: tuple[int, ...] = option(
-        (250, 500, 1_000, 2_000, 4_000),
+        (250, 500, 750, 1_000, 1_500, 2_000),
         "Events that wait for their acknowledgement at once; repeat it to try several",
         quick=(100, 500),
     )
