@@ -383,7 +383,7 @@ def test_both_forms_are_read_in_the_order_of_their_indexes(
     session.execute("SET enable_sort TO off")
     session.execute("SET enable_bitmapscan TO off")
     query = LogQueries("read", "eventsql")(statement, topic="orders", form=FORMS["both, new rows"])
-    values = {"partition": 1, "after": 3, "upto": 500, "limit": 10, "blocks": 64}
+    values = {"partition": 1, "after": 3, "upto": 500, "limit": 10, "blocks": 64, "bytes": 2**25}
     cursor = psycopg.ClientCursor(session)
     plan = "\n".join(line for (line,) in cursor.execute(sql.SQL("EXPLAIN ") + query, values).fetchall())
     assert "Merge Append" in plan
