@@ -36,45 +36,46 @@ class Loan:
     closings: int
 
 
-LEAST_BESIDE_SPARE: Final = 4
-"""A spare connection is kept only if the pool may have more connections than these: a user of the engine, who waits for
-a free connection, does not get the spare connection."""
+LEAST_BESIDE_SPARES: Final = 4
+"""The least number of connections that the pool may have beside the spares: a user of the engine, who waits for a free
+connection, does not get a spare connection."""
 
 
 class Pool:
     """Connections in autocommit mode to one database. Its methods raise the errors of SQLAlchemy and of the driver.
 
-    A connection that is given back while no other connection is in use is kept as a spare, past SQLAlchemy's pool, for
-    the next `take`. Measured for sending a message, where the wait for the disk empties the processor's caches: 117 of
-    275 µs went into SQLAlchemy's pool.
+    Connections that are given back are kept as spares, past SQLAlchemy's pool, for the next `take`, unless there are as
+    many connections as there may be: then somebody may wait for one. Measured for sending a message, where the wait for
+    the disk empties the processor's caches: 117 of 275 µs went into SQLAlchemy's pool.
 
-    `size` bounds the connections that are kept, `overflow` the further connections under load. `note` is called with
-    each new connection.
+    `size` bounds the connections that are kept, half of them as spares, and `overflow` the further connections under
+    load. `note` is called with each new connection.
     """
 
     def __init__(
         self, url: URL, connect_args: Mapping[str, Any], *, size: int, overflow: int, note: Callable[[Connection], None]
     ) -> None:
+        # 0 and -1 mean no bound.
+        self.most_connections: Final = math.inf if size == 0 or overflow < 0 else size + overflow
+        self._most_spares = int(max(0, min(size // 2, self.most_connections - LEAST_BESIDE_SPARES)))
         self.engine: Final = sqlalchemy.create_engine(
             # An engine shows its URL, so the parts of the database's URL are in `connect_args`.
             "postgresql+psycopg://",
             isolation_level="AUTOCOMMIT",
-            pool_size=size,
-            max_overflow=overflow,
+            pool_size=size - self._most_spares,
+            max_overflow=overflow if overflow < 0 else overflow + self._most_spares,
             # `watch` rolls back a connection that is in a transaction.
             pool_reset_on_return=None,
             # SQLAlchemy would look that type up on the session's search_path.
             use_native_hstore=False,
             connect_args={**connect_arguments(url), **connect_args},
         )
-        # 0 and -1 mean no bound.
-        self.most_connections: Final = math.inf if size == 0 or overflow < 0 else size + overflow
         self.closed = False
         """Whether it was closed, and not opened again."""
         self._closings = 0
         self._spares: list[Loan] = []
         watch(self.engine, render(url), note)
-        sqlalchemy.event.listen(self.engine, "engine_disposed", self._close_spare)
+        sqlalchemy.event.listen(self.engine, "engine_disposed", self._close_spares)
         after_fork(self, Pool._after_fork)
 
     @property
@@ -103,35 +104,38 @@ class Pool:
         if self._may_spare(loan):
             loan.notes["unused_since"] = time.monotonic()
             self._spares.append(loan)
-            # `close` may have looked for a spare before.
+            # `close` may have looked for spares before.
             if self._closings != loan.closings:
-                self._return_spare(self._spare())
+                self._return_spares()
         else:
             self._return(loan)
 
     def _may_spare(self, loan: Loan) -> bool:
         pool = self.engine.pool
         return (
-            not self._spares
-            and loan.pool is pool
+            loan.pool is pool
             and loan.connection.pgconn.transaction_status == TransactionStatus.IDLE
             and isinstance(pool, QueuePool)
-            and pool.checkedout() == 1
-            and self.most_connections > LEAST_BESIDE_SPARE
+            and len(self._spares) < self._most_spares
+            and pool.size() + pool.overflow() < self.most_connections
         )
 
     def _spare(self) -> Loan | None:
-        """Take the spare connection, if there is one."""
+        """Take a spare connection, if there is one."""
         try:
             return self._spares.pop()
         except IndexError:
             return None
 
-    def _close_spare(self, _engine: sqlalchemy.Engine) -> None:
-        """A program has disposed of the engine by itself: the spare connection's pool was replaced."""
-        if (spare := self._spare()) is not None:
+    def _close_spares(self, _engine: sqlalchemy.Engine) -> None:
+        """A program has disposed of the engine by itself: the pool of the spare connections was replaced."""
+        while (spare := self._spare()) is not None:
             spare.connection.close()
             self._return(spare)
+
+    def _return_spares(self) -> None:
+        while (spare := self._spare()) is not None:
+            self._return_spare(spare)
 
     def _return_spare(self, spare: Loan | None) -> None:
         """Give a spare connection to SQLAlchemy's pool, which pings it at its next use if it was unused for long."""
@@ -188,7 +192,7 @@ class Pool:
         """Close every connection. A connection in use is closed when it is given back."""
         self.closed = True
         self._closings += 1
-        self._return_spare(self._spare())
+        self._return_spares()
         self.engine.dispose()
         # A second time, for a connection that was taken from the old pool meanwhile.
         self._closings += 1

@@ -8,7 +8,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from decimal import Decimal
 from typing import Any
 from urllib.parse import quote
@@ -200,24 +200,42 @@ def checkouts(database: Database) -> list[object]:
     return taken
 
 
-def test_a_connection_that_is_used_alone_is_kept_at_hand(database: Database) -> None:
-    pids = {pid_of(database)}
+def pids_at_once(database: Database, connections: int) -> list[int]:
+    """The process ids of the server for connections that are open at the same time."""
+    with ExitStack() as opened:
+        taken = [opened.enter_context(database.connection()) for _ in range(connections)]
+        return [connection.info.backend_pid for connection in taken]
+
+
+def test_connections_that_are_given_back_are_kept_at_hand(database: Database) -> None:
+    pids = set(pids_at_once(database, 3))
     taken = checkouts(database)
-    pids |= {pid_of(database) for _ in range(3)}
-    assert (len(pids), len(taken)) == (1, 0)
-    # An engine's own users find it in the pool.
+    assert {pid for _ in range(3) for pid in pids_at_once(database, 3)} == pids
+    assert len(taken) == 0
+    # An engine's own users find one in the pool.
     with database.core() as connection:
         assert connection.exec_driver_sql("SELECT pg_catalog.pg_backend_pid()").scalar() in pids
     assert not database.exhausted
 
 
-def test_no_connection_is_kept_at_hand_where_there_are_few_or_while_another_one_is_in_use(dsn: str) -> None:
+def test_as_many_connections_as_the_size_of_the_pool_are_kept(dsn: str) -> None:
+    with Database(dsn, pool_size=4, max_overflow=4) as database:
+        with ExitStack() as opened:
+            taken = [opened.enter_context(database.connection()) for _ in range(8)]
+            assert database.exhausted
+        assert [connection.closed for connection in taken].count(False) == 4
+        assert len(database._pool._spares) == 2
+
+
+def test_no_connection_is_kept_at_hand_where_there_are_few_or_while_somebody_may_wait_for_one(dsn: str) -> None:
     with Database(dsn, pool_size=4, max_overflow=0) as narrow:
         pid_of(narrow)
         taken = checkouts(narrow)
         pid_of(narrow), pid_of(narrow)
         assert len(taken) == 2
-    with Database(dsn) as database, database.connection():
+    with Database(dsn, pool_size=4, max_overflow=4) as database, ExitStack() as opened:
+        for _ in range(7):
+            opened.enter_context(database.connection())
         taken = checkouts(database)
         pid_of(database), pid_of(database)
         assert len(taken) == 2
@@ -302,10 +320,10 @@ def test_a_connection_that_is_in_use_while_the_database_is_closed_is_closed_afte
 
 @pytest.mark.parametrize("use", [Database.connection, Database.core], ids=["psycopg", "sqlalchemy"])
 def test_a_connection_that_is_given_back_at_the_moment_of_a_close_is_closed(
-    database: Database, use: Callable[[Database], AbstractContextManager[CallersConnection]]
+    dsn: str, use: Callable[[Database], AbstractContextManager[CallersConnection]]
 ) -> None:
-    # While another connection is in use, none is kept at hand.
-    with database.connection(), use(database) as used:
+    # A pool of one connection keeps none at hand.
+    with Database(dsn, pool_size=1) as database, use(database) as used:
         given = driver_connection(used)
         # SQLAlchemy calls this after `Pool` has looked for a close, and before the connection is in the pool.
         sqlalchemy.event.listen(database.engine, "checkin", lambda *_: database.close(), once=True)
