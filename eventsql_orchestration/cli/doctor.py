@@ -7,7 +7,8 @@ import errno
 import importlib.util
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Final
 
@@ -44,8 +45,7 @@ from eventsql_orchestration.errors import (
     PermissionDeniedError,
     ShardsDifferError,
 )
-from eventsql_orchestration.metrics.figures import FiguresReader, TopicFigures
-from eventsql_orchestration.queue.lag import QueueLag
+from eventsql_orchestration.queue.lag import queue_lags
 from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.spark.java import find_java
 from eventsql_orchestration.storage import sequences
@@ -189,28 +189,33 @@ def _database(context: CliContext, shard: Shard, stalled_after: float) -> Iterat
     yield from transaction_findings(database)
     if schema.status is not Status.PROBLEM and database.revision() is not None:
         yield from rights_findings(database)
-        figures = FiguresReader(database).read()
-        yield from _transfer(figures.topics, stalled_after)
+        yield from _transfer(shard, stalled_after)
         for check in _CHECKS:
             yield from check(shard)
-        yield from idle_findings(shard, figures.partitions)
-        yield from dead_letter_findings(figures.topics)
         yield from store_findings(shard, stalled_after)
-        yield from _queues(figures.queues, stalled_after)
+        yield from _queues(shard, stalled_after)
 
 
-def _transfer(topics: Sequence[TopicFigures], stalled_after: float) -> Iterator[Finding]:
-    stalled = [each for each in topics if each.buffered_seconds > stalled_after]
-    for each in stalled:
+def _transfer(shard: Shard, stalled_after: float) -> Iterator[Finding]:
+    topics = [topic.name for topic in shard.registry.topics()]
+    with shard.database.connection() as connection:
+        rows = connection.execute(Queries("log", shard.database.schema)("buffered"), {"topics": topics}).fetchall()
+    waiting: Counter[str] = Counter()
+    oldest: dict[str, float] = {}
+    for topic, _partition, events, seconds in rows:
+        waiting[topic] += events
+        oldest[topic] = max(oldest.get(topic, 0.0), seconds)
+
+    stalled = sorted(topic for topic in waiting if oldest[topic] > stalled_after)
+    for topic in stalled:
         yield problem(
             "transfer",
-            f"{counted(each.buffered, 'event')} of topic {each.topic} not transferred, the oldest for "
-            f"{each.buffered_seconds:,.0f} s",
+            f"{counted(waiting[topic], 'event')} of topic {topic} not transferred, the oldest for "
+            f"{oldest[topic]:,.0f} s",
             "run eventsql transfer, or Dagster's daemon with the schedule of the transfer; its log names a fault",
         )
     if not stalled:
-        buffered = counted(sum(each.buffered for each in topics), "event")
-        yield ok("transfer", f"{buffered} in the buffer, none older than {stalled_after:g} s")
+        yield ok("transfer", f"{counted(waiting.total(), 'event')} in the buffer, none older than {stalled_after:g} s")
 
 
 def _sequences(shard: Shard) -> Iterator[Finding]:
@@ -291,9 +296,9 @@ def _captures(shard: Shard) -> Iterator[Finding]:
             )
 
 
-def _queues(queues: Sequence[QueueLag], stalled_after: float) -> Iterator[Finding]:
+def _queues(shard: Shard, stalled_after: float) -> Iterator[Finding]:
     """Queues whose messages nobody receives, and queues that have given messages up."""
-    for each in queues:
+    for each in queue_lags(shard.database):
         if each.seconds > stalled_after and not each.for_dead_letters:
             yield warning(
                 "queues",
@@ -344,7 +349,7 @@ def _order(shard: Shard) -> Iterator[Finding]:
 
 _CHECKS: Final = (
     _sequences, _blocks, _compressions, _erasures, _captures, _stranded, _order, leftover_findings, consumer_findings,
-    unattended_findings, retention_findings, view_findings, projection_findings,
+    idle_findings, unattended_findings, retention_findings, dead_letter_findings, view_findings, projection_findings,
 )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Final
 
@@ -12,11 +12,11 @@ from eventsql_orchestration.consumer import ConsumerState
 from eventsql_orchestration.consuming.dead_letter_values import refused, tried
 from eventsql_orchestration.consuming.deliveries import unattended
 from eventsql_orchestration.consuming.lag_values import LagCause
-from eventsql_orchestration.metrics.figures import PartitionFigures, TopicFigures
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX
 from eventsql_orchestration.shards.shard import Shard
-from eventsql_orchestration.storage.metrics import COUNTED
+from eventsql_orchestration.storage.metrics import COUNTED, LogMetrics
 from eventsql_orchestration.topics.leftovers import Leftovers
+from eventsql_orchestration.topics.side_consumers import without_backfills
 from eventsql_orchestration.validation import advised, counted
 
 IDLE: Final = timedelta(minutes=10)
@@ -75,21 +75,20 @@ def unattended_findings(shard: Shard) -> Iterator[Finding]:
         )
 
 
-def idle_findings(shard: Shard, partitions: Iterable[PartitionFigures]) -> Iterator[Finding]:
+def idle_findings(shard: Shard) -> Iterator[Finding]:
     """Consumers that nobody runs, as far as can be seen: events wait, and none was consumed for ten minutes."""
-    waiting: dict[tuple[str, str], list[PartitionFigures]] = {}
-    for each in partitions:
-        if each.cause is LagCause.WAITING:
-            waiting.setdefault((each.topic, each.consumer), []).append(each)
+    waiting = [lag for lag in without_backfills(shard.lag()) if lag.cause is LagCause.WAITING]
+    oldest: dict[tuple[str, str], float] = {}
+    for lag in waiting:
+        oldest[lag.topic, lag.consumer] = max(lag.seconds, oldest.get((lag.topic, lag.consumer), 0.0))
     recent = datetime.now(UTC) - IDLE
-    for (topic, name), own in waiting.items():
-        seconds = max(each.seconds for each in own)
+    for (topic, name), seconds in oldest.items():
         consumed = [state.last_consumption_at for state in shard.registry.consumer(topic, name)]
         if seconds > IDLE.total_seconds() and all(at is None or at < recent for at in consumed):
-            events = counted(sum(each.events for each in own), "event")
+            events = sum(lag.events for lag in waiting if (lag.topic, lag.consumer) == (topic, name))
             yield warning(
                 "consumers",
-                f"{name} of topic {topic} has consumed nothing for ten minutes, and {events} wait, "
+                f"{name} of topic {topic} has consumed nothing for ten minutes, and {counted(events, 'event')} wait, "
                 f"the oldest for {age(round(seconds))}",
                 "start the process that runs it, or Dagster's daemon with its sensor; if nobody runs it any more: "
                 f"{advised('consumer delete', topic, name)}",
@@ -107,17 +106,23 @@ def retention_findings(shard: Shard) -> Iterator[Finding]:
         )
 
 
-def dead_letter_findings(topics: Iterable[TopicFigures]) -> Iterator[Finding]:
+def dead_letter_findings(shard: Shard) -> Iterator[Finding]:
     """Events that consumers have given up, and that nobody has published again or dismissed."""
-    for each in topics:
-        if each.open_letters:
-            most = " or more" if each.open_letters >= COUNTED else ""
-            yield warning(
-                "dead letters",
-                f"{counted(each.open_letters, 'event')}{most} of topic {each.topic} failed each attempt",
-                f"eventsql dlt list {each.topic} says why; correct the handler, then: eventsql dlt redrive "
-                f"{each.topic}; if they need no handling: eventsql dlt dismiss {each.topic}",
-            )
+    letters = LogMetrics(shard.database.schema)
+    with shard.database.connection() as connection:
+        topics = {topic.name for topic in shard.registry.topics()}
+        for topic in letters.readable(connection, sorted(topics)):
+            source = topic.removesuffix(DEAD_LETTER_SUFFIX)
+            if source == topic or source not in topics:
+                continue
+            if number := letters.open_letters(connection, topic):
+                most = " or more" if number >= COUNTED else ""
+                yield warning(
+                    "dead letters",
+                    f"{counted(number, 'event')}{most} of topic {source} failed each attempt",
+                    f"eventsql dlt list {source} says why; correct the handler, then: eventsql dlt redrive {source}; "
+                    f"if they need no handling: eventsql dlt dismiss {source}",
+                )
 
 
 def _failing(state: ConsumerState, topics: set[str]) -> Finding:

@@ -25,7 +25,6 @@ from eventsql_orchestration.cli.doctor_database import transaction_findings
 from eventsql_orchestration.consuming.deliveries import Deliveries
 from eventsql_orchestration.database import Connection, migrations
 from eventsql_orchestration.errors import DatabaseFullError, DatabaseUnavailableError, MissingExtraError
-from eventsql_orchestration.metrics.figures import FiguresReader
 from eventsql_orchestration.spark.java import JavaRuntime
 from tests.cli.conftest import Run, Start
 from tests.fixtures import UntilBlocked
@@ -216,9 +215,8 @@ def test_a_consumer_that_nobody_runs_is_named_after_ten_minutes(
     publish(platform, b"1", b"2")
     assert diagnose(run)[1]["consumers"][0]["status"] == "ok"
 
-    figures = FiguresReader(platform.database).read()
-    old = replace(figures, partitions=tuple(replace(each, seconds=660.0) for each in figures.partitions))
-    monkeypatch.setattr(FiguresReader, "read", lambda _reader: old)
+    lags = [replace(lag, seconds=660.0) for lag in platform.lag(TOPIC)]
+    monkeypatch.setattr("eventsql_orchestration.shards.shard.Shard.lag", lambda _shard: lags)
     code, findings = diagnose(run)
     assert code == 0
     (idle,) = [each for each in findings["consumers"] if each["status"] == "warning"]
