@@ -154,13 +154,12 @@ class AirflowRuns(Launcher):
             if state not in UNDER_WAY:
                 page = f"{self._api.url}/dags/{quote(dag, safe='')}/runs/{quote(run, safe='')}"
                 ended[run] = Ended(state == "success", f"its run is {state}: see {page}")
-        if len(ended) < len(ids):
-            self._tell_paused()
+        self._tell_paused(waiting=len(ended) < len(ids))
         return ended
 
-    def _tell_paused(self) -> None:
-        """Log a warning if the DAG was paused since the last call: its runs wait."""
-        is_paused = self._is_paused()
+    def _tell_paused(self, *, waiting: bool) -> None:
+        """Log a warning if the DAG was paused since the last call, and runs wait."""
+        is_paused = waiting and self._is_paused()
         if is_paused and not self._was_paused:
             logger.warning("DAG %s is paused, and its runs wait: unpause it", self.job.name)
         self._was_paused = is_paused

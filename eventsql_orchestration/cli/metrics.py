@@ -86,4 +86,4 @@ def print_(context: CliContext, partitions: Partitions) -> None:
         text = generate_latest(registry).decode()
         write(text)
         if re.search(r"^eventsql_up\{.*\} 0\.0$", text, re.MULTILINE):
-            raise DatabaseError("a database could not be read, and its figures lack: its `eventsql_up` is 0")
+            raise DatabaseError("a database could not be read, and its figures are missing: its `eventsql_up` is 0")

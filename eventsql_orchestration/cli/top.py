@@ -73,7 +73,7 @@ def top(
     It refreshes until Ctrl-C. Rates are events per second since the previous refresh. Column behind counts the
     partitions with events to consume, and column why counts them by cause. Column claims counts the claims of runs, and
     the expired claims. The busiest topics and the consumers furthest behind come first. A low screen says how many rows
-    it leaves out. A narrow screen leaves trends out, and further columns if names would be folded.
+    it leaves out. A screen in which names would be folded leaves out trends first, and then further columns.
 
     It reads what `eventsql metrics` reads: counts of long backlogs are estimates, and a role that only reads is enough.
     Without a terminal, it writes one screen below the other, with --json a line for each.

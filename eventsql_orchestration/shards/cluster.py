@@ -1,7 +1,7 @@
 """The shards of a platform: all shards, the shards that can be reached, and the shard of a key.
 
-A platform that was opened with one URL has a cluster of one shard, and asks nothing about shards: `open`, `owner`,
-`known`, `members`, `each_up` and `fan_out` answer at once from that shard. Other methods choose one of several.
+A platform that was opened with one URL has a cluster of one shard, and asks nothing about shards. Its callers ask for
+`lone` first: `refresh`, `all`, `any`, `named` and `of_connection` need several shards.
 """
 
 from __future__ import annotations

@@ -328,10 +328,12 @@ def test_the_sensors_of_partitions_go_on_consuming_a_topic_that_is_repartitioned
     assert sorted(bench.effects()) == ids
     if partitions == 1:
         assert bench.tick(ledger.sensors[1]).startswith(
-            "partition 1 does not exist: consumer 'ledger' of topic 'orders' now has partitions 0 to 0"
+            "consumer 'ledger' of topic 'orders' has no partition 1, but partition 0, and is defined for 2"
         )
     else:
-        with pytest.raises(RedefinitionError, match="topic 'orders' has 3 partitions and consumer 'ledger' is defined"):
+        with pytest.raises(
+            RedefinitionError, match="consumer 'ledger' of topic 'orders' has 3 partitions and is defined"
+        ):
             bench.tick(ledger.sensors[1])
 
 

@@ -29,6 +29,7 @@ from eventsql_orchestration.errors import (
     TopicNotFoundError,
 )
 from eventsql_orchestration.orchestration.shards import partition_label
+from eventsql_orchestration.topics.layouts import named
 
 SHOWN_REASONS: Final = 5
 
@@ -106,7 +107,7 @@ class ConsumerWatch(Watched):
         """Decide about a partition, and carry the decision out. Raises `DatabaseUnavailableError`."""
         try:
             answer = PartitionTick(self, standing.partition, tick).attend(standing, sight.run_of(standing))
-        except (ConsumerNotFoundError, DatabaseBusyError) as error:
+        except (ConsumerNotFoundError, DatabaseBusyError, SchemaOutdatedError, TopicNotFoundError) as error:
             return dg.SkipReason(error.message)
         if isinstance(answer, dg.RunRequest):
             tick.budget.requests -= 1
@@ -151,16 +152,18 @@ class ConsumerWatch(Watched):
         standing, topic, name = sight.standings.get(partition), self.topic, self.consumer.name
         if standing is None:
             return dg.SkipReason(
-                f"partition {partition} does not exist: consumer {name!r} of topic {topic.name!r} now has partitions 0 "
-                f"to {max(sight.standings)}, and is defined for {topic.partitions}"
+                f"consumer {name!r} of topic {topic.name!r} has no partition {partition}, but "
+                f"{named(sorted(sight.standings))}, and is defined for {topic.partitions}"
             )
         answer = self.attend(sight, standing, tick)
         if isinstance(answer, dg.RunRequest):
             return [answer]
         if self.consumer.partitioned and len(sight.standings) > topic.partitions:
             raise RedefinitionError(
-                f"topic {topic.name!r} has {len(sight.standings)} partitions and consumer {name!r} is defined for "
-                f"{topic.partitions}: no sensor sees the other partitions. Correct the consumer's Topic(…)"
+                f"consumer {name!r} of topic {topic.name!r} has {len(sight.standings)} partitions and is defined for "
+                f"{topic.partitions}: no sensor sees the other partitions. If the topic has as many, correct the "
+                'consumer\'s Topic(…). If the topic has fewer now, give the asset sensor="consumer" until the consumer '
+                "has passed the change"
             )
         return answer
 
