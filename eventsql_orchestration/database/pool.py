@@ -74,6 +74,8 @@ class Pool:
         """Whether it was closed, and not opened again."""
         self._closings = 0
         self._spares: list[Loan] = []
+        self._asking: list[None] = []
+        """An element for each thread that asks for a connection. Lists change at once, counts do not."""
         watch(self.engine, render(url), note)
         sqlalchemy.event.listen(self.engine, "engine_disposed", self._close_spares)
         after_fork(self, Pool._after_fork)
@@ -90,11 +92,16 @@ class Pool:
         # runs is closed when it is given back.
         pool, closings = self.engine.pool, self._closings
         self.check_open()
-        if (spare := self._spare()) is not None:
-            if is_fresh(spare.connection, spare.notes["unused_since"]):
-                return spare
-            self._return_spare(spare)
-        proxied = self.engine.raw_connection()
+        # Asking before the look for a spare: see `give_back`.
+        self._asking.append(None)
+        try:
+            if (spare := self._spare()) is not None:
+                if is_fresh(spare.connection, spare.notes["unused_since"]):
+                    return spare
+                self._return_spare(spare)
+            proxied = self.engine.raw_connection()
+        finally:
+            self._asking.pop()
         connection = proxied.driver_connection
         assert isinstance(connection, psycopg.Connection)
         return Loan(connection, proxied.info, proxied, pool, closings)
@@ -107,6 +114,9 @@ class Pool:
             # `close` may have looked for spares before.
             if self._closings != loan.closings:
                 self._return_spares()
+            elif self._asking and not self._has_idle():
+                # A thread that found no spare may wait in SQLAlchemy's pool.
+                self._return_spare(self._spare())
         else:
             self._return(loan)
 
@@ -117,8 +127,14 @@ class Pool:
             and loan.connection.pgconn.transaction_status == TransactionStatus.IDLE
             and isinstance(pool, QueuePool)
             and len(self._spares) < self._most_spares
-            and pool.size() + pool.overflow() < self.most_connections
+            # A user of the engine may wait for a connection if there can be no more. A full pool would close this one.
+            and (pool.size() + pool.overflow() < self.most_connections or pool.checkedin() >= pool.size())
         )
+
+    def _has_idle(self) -> bool:
+        """Whether SQLAlchemy's pool has a connection at hand."""
+        pool = self.engine.pool
+        return isinstance(pool, QueuePool) and pool.checkedin() > 0
 
     def _spare(self) -> Loan | None:
         """Take a spare connection, if there is one."""
@@ -168,9 +184,15 @@ class Pool:
         """
         pool, closings = self.engine.pool, self._closings
         self.check_open()
-        self._return_spare(self._spare())
+        self._asking.append(None)
         try:
-            with engine.connect() as connection:
+            if not self._has_idle():
+                self._return_spare(self._spare())
+            connected = engine.connect()
+        finally:
+            self._asking.pop()
+        try:
+            with connected as connection:
                 try:
                     yield connection
                 finally:
@@ -202,6 +224,7 @@ class Pool:
         # Never given back: a thread of the parent can have held the lock of its pool.
         OF_PARENTS.extend(self._spares)
         self._spares = []
+        self._asking = []
         self.engine.dispose(close=False)
 
 

@@ -37,7 +37,7 @@ from eventsql_orchestration.errors import (
 )
 from eventsql_orchestration.storage.log_queries import LogQueries
 from tests.effects import stand_still, take_too_long
-from tests.fixtures import Terminate
+from tests.fixtures import Terminate, Until
 
 SECRET = "s3cr3t w/ @:%+ ü"
 
@@ -225,6 +225,28 @@ def test_as_many_connections_as_the_size_of_the_pool_are_kept(dsn: str) -> None:
             assert database.exhausted
         assert [connection.closed for connection in taken].count(False) == 4
         assert len(database._pool._spares) == 2
+
+
+def test_a_pool_of_a_fixed_size_keeps_all_of_its_connections(dsn: str) -> None:
+    with Database(dsn, pool_size=10, max_overflow=0) as database:
+        pids = set(pids_at_once(database, 10))
+        registered(database)
+        assert set(pids_at_once(database, 10)) == pids
+
+
+def test_a_thread_that_waits_in_the_pool_gets_a_connection_that_could_be_kept_at_hand(dsn: str, until: Until) -> None:
+    with Database(dsn, pool_size=4, max_overflow=4) as database:
+        pid_of(database)
+        pool: Any = database.engine.pool
+        waiting = threading.Thread(target=pid_of, args=[database])
+        with database.connection():
+            # As if other threads were making connections, which then fail: this wakes nobody.
+            overflow, pool._overflow = pool._overflow, pool._max_overflow
+            waiting.start()
+            until(lambda: bool(pool._pool.not_empty._waiters))
+            pool._overflow = overflow
+        waiting.join(10)
+        assert not waiting.is_alive()
 
 
 def test_no_connection_is_kept_at_hand_where_there_are_few_or_while_somebody_may_wait_for_one(dsn: str) -> None:
