@@ -246,7 +246,9 @@ class Retainer:
         held_by = None
         for content in self._due(connection, topic, retention, newest):
             with _registry_held(holder):
-                if self._registry.topic(topic.name).created_at != topic.created_at:
+                # By this connection: those of the pool may be with threads that wait for the registry.
+                same = Queries("log", schema)("same_topic")
+                if not connection.execute(same, {"topic": topic.name, "created_at": topic.created_at}).fetchone():
                     # Somebody has made the topic anew, and its segments have the same names.
                     break
                 held_by = None if force else self._held_by(connection, topic, content)

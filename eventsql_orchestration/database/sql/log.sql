@@ -98,6 +98,9 @@ WHERE l.locktype = 'relation'
 -- lock_topic -- Become the topic's only writer; no row if another transaction is.
 SELECT eql_topic FROM {schema}.event_buffer_lock WHERE eql_topic = %(topic)s FOR UPDATE SKIP LOCKED;
 
+-- same_topic -- Whether a topic of this name is the topic that was made at a time.
+SELECT true FROM {schema}.topic WHERE eql_name = %(topic)s AND eql_created_at = %(created_at)s;
+
 -- await_topic -- Become the topic's only writer; waits for the present one.
 SELECT eql_topic FROM {schema}.event_buffer_lock WHERE eql_topic = %(topic)s FOR UPDATE;
 
