@@ -9,6 +9,7 @@ again. Both hold a lock while they copy, so an erasure waits for them and looks 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,6 +38,9 @@ from eventsql_orchestration.validation import check_name, check_text
 
 _Given = TypeVar("_Given")
 _Change: TypeAlias = Callable[[Connection], Counter[str]]
+
+_ONLY_MARKED: Final = re.compile(re.escape(ERASED.encode()) + rb'"[0-9TZ:-]{20}"\}')
+"""The metadata of an event that was erased, and has no metadata of another."""
 
 MOST_KEYS: Final = 1_000
 """The most keys of one call: they are looked for together."""
@@ -331,10 +335,9 @@ class _Run:
         """The erased form of an event of a staged block; the event itself if it is not to be erased."""
         if event.key not in self._encoded:
             return event
-        metadata = f"{self._mark}}}".encode()
-        # The mark has the same length at any time.
-        only_marked = event.metadata.startswith(ERASED.encode()) and len(event.metadata) == len(metadata)
-        return event if only_marked and not event.value else event._replace(value=b"", metadata=metadata)
+        if _ONLY_MARKED.fullmatch(event.metadata) and not event.value:
+            return event
+        return event._replace(value=b"", metadata=f"{self._mark}}}".encode())
 
     # After the events
 
