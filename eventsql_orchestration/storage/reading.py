@@ -123,16 +123,19 @@ class LogReader:
         events = [event for *block, _, _ in rows for event in _events_of_block(topic, *block)]
         # A block that ends behind the range may have events of it.
         ends = values["upto"] + MOST_IDS < behind
+        stored = rows[-1][-2] if rows else 0
         if events:
             values["after"], values["limit"] = events[-1].id, limit - len(events)
-            values["bytes"] -= rows[-1][-2]
+            values["bytes"] -= stored
             # The sequence may be behind the log's events, as after some restores. So it may end only a read without an
             # upper bound: the caller of such a read goes on later. For the caller of a range, fewer events than `limit`
             # are the end of the range.
             if values["upto"] == MAX_OFFSET and (newest := rows[0][-1]) is not None:
                 ends = events[-1].id <= newest < behind
-        more = values["limit"] > 0 and values["bytes"] > 0
-        return events, more and (not ends or len(rows) == _FIRST_BLOCKS)
+        if values["limit"] <= 0 or values["bytes"] <= 0 or (ends and len(rows) < _FIRST_BLOCKS):
+            return events, False
+        _unpack(values, stored, events)
+        return events, values["bytes"] > 0
 
     def read_ids(
         self, connection: Connection, topic: str, ids: Sequence[int], *, partition: int = NOT_PARTITIONED
@@ -238,7 +241,8 @@ def _read_blocks(
     whole = values["partition"] == NOT_PARTITIONED
     while True:
         left = None if limit is None else limit - len(events)
-        cursor.execute(query, {**values, "limit": left, "blocks": blocks}, binary=True, prepare=False)
+        asked = max(1, int(values["bytes"] * values.get("packed", 1.0)))
+        cursor.execute(query, {**values, "limit": left, "blocks": blocks, "bytes": asked}, binary=True, prepare=False)
         rows = cursor.fetchall()
         more = bool(rows and rows[0][-1])
         if more and query is not between and whole:
@@ -249,12 +253,27 @@ def _read_blocks(
             # Events of other partitions lie in the gaps.
             found.sort(key=attrgetter("id"))
         events += found
-        values["bytes"] -= rows[-1][-2] if rows else 0
+        stored = rows[-1][-2] if rows else 0
+        values["bytes"] = 0 if stored >= asked else values["bytes"] - stored
         if blocks is None or len(events) == limit or values["bytes"] <= 0 or (not more and len(rows) < blocks):
+            return events
+        _unpack(values, stored, found)
+        if values["bytes"] <= 0:
             return events
         # All events up to the last one were read.
         values["after"] = events[-1].id
         blocks *= _MORE
+
+
+def _unpack(values: dict[str, Any], stored: int, events: Iterable[Event]) -> None:
+    """Take the bytes off that the values of a look have beyond those that are `stored`, for a further look.
+
+    Compressed blocks of several events count as they are stored. `packed` estimates how much further blocks are packed.
+    """
+    size = sum(len(event.value or b"") for event in events)
+    if size > stored:
+        values["bytes"] -= size - stored
+        values["packed"] = stored / size
 
 
 def _events_of_block(  # noqa: PLR0917 - in the order of the columns

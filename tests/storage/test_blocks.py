@@ -194,6 +194,7 @@ def test_the_batches_of_a_range_are_together_its_events(both: Both, monkeypatch:
     for partition, after, upto in islice(both.ranges(), 15):
         limit = both.rng.choice([1, 3, 31, 90])
         monkeypatch.setattr(reading, "BATCH_BYTES", both.rng.choice([1, 100, 1_000]))
+        monkeypatch.setattr(reading, "_FIRST_BLOCKS", both.rng.choice([1, 64]))
         for topic in ("blocks", "rows"):
             events, more = list[Event](), True
             while more:
@@ -220,6 +221,25 @@ def test_a_value_counts_with_the_bytes_that_it_has_when_it_is_read(
     for partition in (0, NOT_PARTITIONED):
         events, more = reader.read_batch(session, "orders", partition=partition, after=0, upto=MAX_OFFSET, limit=100)
         assert (len(events), more) == (2, True)
+
+
+def test_compressed_blocks_count_as_they_are_read_before_a_batch_goes_on(
+    platform: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server compresses the 400,000 bytes of each block to 5 KiB."""
+    platform.registry.register_topic(Topic("orders", 1, storage="blocks", compression="pglz"))
+    for _ in range(8):
+        platform.publisher.publish_all([Publication("orders", b"v" * 40_000)] * 10)
+        platform.transfer.run_once()
+    monkeypatch.setattr(reading, "BATCH_BYTES", 1_000_000)
+    monkeypatch.setattr(reading, "_FIRST_BLOCKS", 2)
+    for partition in (0, NOT_PARTITIONED):
+        events, more = reader.read_batch(session, "orders", partition=partition, after=0, upto=80, limit=1_000)
+        assert (len(events), more) == (30, True)
+        rest, more = reader.read_batch(session, "orders", partition=partition, after=30, upto=80, limit=1_000)
+        assert (rest[0].id, len(rest), more) == (31, 30, True)
+        rest, more = reader.read_batch(session, "orders", partition=partition, after=60, upto=80, limit=1_000)
+        assert (rest[0].id, len(rest), more) == (61, 20, False)
 
 
 @SEEDS

@@ -18,6 +18,9 @@ greatest(
         THEN octet_length(eql_values[1]) END
 ) AS size
 
+-- part few -- How many blocks of a partition are looked at: each has an event of the range, but for the last one.
+least(%(blocks)s::bigint, %(limit)s::bigint)
+
 -- part taken of most -- The blocks `near`: the id before the first event, partition, numbers of the events before and in
 -- the range, times, the arrays of the events in the range, the bytes of the blocks up to here, and whether there may be
 -- more events before `upto`. At most `limit` events, up to the block that makes `most` bytes full. Only these blocks'
@@ -47,7 +50,7 @@ WITH near AS (
     FROM {schema}.{block_table}
     WHERE eql_partition = %(partition)s AND {in_range}
     ORDER BY eql_id
-    LIMIT %(blocks)s
+    LIMIT {few}
 )
 {taken of %(bytes)s::bigint};
 
@@ -64,7 +67,7 @@ WITH near AS (
       AND (eql_partition, eql_id) <= (%(partition)s::smallint, {farthest of {upto}})
       AND {base} < {upto} AND eql_id >= {begin} AND eql_id < {behind}
     ORDER BY eql_partition, eql_id
-    LIMIT %(blocks)s
+    LIMIT {few}
 )
 {taken of %(bytes)s::bigint};
 
