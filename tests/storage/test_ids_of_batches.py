@@ -109,7 +109,8 @@ def test_no_id_is_given_to_another_program_too(drawing: psycopg.Connection, sess
         beside = pool.submit(draw_beside)
         try:
             until(lambda: foreign or beside.done())
-            firsts, appender = draw(drawing, 20), LogAppender("eventsql")
+            form_now(drawing, "eventsql", "orders")
+            firsts, appender = list[int](), LogAppender("eventsql")
             for _ in range(3_000):
                 with contextlib.suppress(ForeignIdsError):
                     firsts.append(appender.draw(drawing, "orders", 20, after=0))
