@@ -106,7 +106,7 @@ class LogReader:
             return events, len(events) == limit or values["bytes"] <= 0
         cursor.execute(query, values, binary=True, prepare=False)
         events = [Event(topic, *row) for row in cursor.fetchall()]
-        return events, len(events) == limit or sum(len(event.value or b"") for event in events) >= most
+        return events, len(events) == limit or _bytes_of(events) >= most
 
     def _read_window(
         self, cursor: psycopg.Cursor[Any], topic: str, values: dict[str, Any], limit: int
@@ -270,10 +270,15 @@ def _unpack(values: dict[str, Any], stored: int, events: Iterable[Event]) -> Non
 
     Compressed blocks of several events count as they are stored. `packed` estimates how much further blocks are packed.
     """
-    size = sum(len(event.value or b"") for event in events)
+    size = _bytes_of(events)
     if size > stored:
         values["bytes"] -= size - stored
         values["packed"] = stored / size
+
+
+def _bytes_of(events: Iterable[Event]) -> int:
+    """The bytes of the values of events."""
+    return sum(len(event.value or b"") for event in events)
 
 
 def _events_of_block(  # noqa: PLR0917 - in the order of the columns

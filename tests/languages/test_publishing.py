@@ -16,6 +16,7 @@ from eventsql_orchestration.database import Connection
 from eventsql_orchestration.sharding import shard_of_key
 from eventsql_orchestration.topics.partitioner import partition_of_key
 from tests.fixtures import Sessions, UntilBlocked
+from tests.refusals import check_refused
 
 if TYPE_CHECKING:
     from tests.languages.conftest import Psql
@@ -89,10 +90,8 @@ REFUSED = [
 
 
 def test_sql_refuses_what_the_library_refuses(topic: EventSQL, session: Connection) -> None:
-    for arguments in REFUSED:
-        with pytest.raises(psycopg.errors.InvalidParameterValue):
-            session.execute(f"SELECT eventsql.publish({arguments})".encode())
-            pytest.fail(arguments)
+    calls = [f"SELECT eventsql.publish({arguments})" for arguments in REFUSED]
+    check_refused(session, calls, psycopg.errors.InvalidParameterValue)
     assert published(topic) == []
 
 

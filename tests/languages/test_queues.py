@@ -17,6 +17,7 @@ from eventsql_orchestration.queue import NewMessage, Queue
 from eventsql_orchestration.queue.queue_table import ORDERED_KEY_BYTES
 from eventsql_orchestration.sharding import shard_of_key
 from tests.fixtures import Sessions, UntilBlocked
+from tests.refusals import check_refused
 
 if TYPE_CHECKING:
     from tests.languages.conftest import Psql
@@ -212,10 +213,8 @@ REFUSED = [
 
 
 def test_sql_refuses_what_the_library_refuses(queue: Queue, session: Connection) -> None:
-    for call in REFUSED:
-        with pytest.raises(psycopg.errors.InvalidParameterValue):
-            session.execute(f"SELECT eventsql.queue_{call}".encode())
-            pytest.fail(call)
+    calls = [f"SELECT eventsql.queue_{call}" for call in REFUSED]
+    check_refused(session, calls, psycopg.errors.InvalidParameterValue)
     assert queue.statistics().depth == 0
 
 
