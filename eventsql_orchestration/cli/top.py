@@ -150,8 +150,8 @@ class _Look:
             yield {
                 "topic": each.topic, **on_shard(shard), "published_rate": published,
                 "transferred_rate": self._rate((*key, "transferred"), each.transferred),
-                **picked(each, {**same("buffered", "buffered_seconds"), "offset": "transferred"}),
-                **picked(each, same("bytes", "open_letters")), "trend": self._trend(key, published or 0.0),
+                "buffered": each.buffered, "buffered_seconds": each.buffered_seconds, "offset": each.transferred,
+                "bytes": each.bytes, "open_letters": each.open_letters, "trend": self._trend(key, published or 0.0),
             }  # fmt: skip
 
     def _consumers(self, figures: Figures, shard: str | None) -> Iterator[Row]:
