@@ -15,7 +15,7 @@ from eventsql_orchestration.database.single_statement import RawRow, fetch_raw
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.store.change import RecordedChange, StoreCheckpoint
 from eventsql_orchestration.store.home import Home
-from eventsql_orchestration.validation import check_name
+from eventsql_orchestration.validation import check_name, check_several
 
 Filters: TypeAlias = Mapping[str, list[str] | None]
 """Which changes to read: `types` of aggregates and `kinds` of changes; None is all."""
@@ -24,13 +24,14 @@ _END: Final = 2**63 - 1
 
 
 def filters(types: Sequence[str] | None, kinds: Sequence[str] | None) -> Filters:
-    """The filters for names of types and kinds. Raises `ValidationError` for an empty list."""
+    """The filters for names of types and kinds. Raises `ValidationError` for an empty list and for a single text."""
     return {"types": _names("type", types), "kinds": _names("kind", kinds)}
 
 
 def _names(what: str, names: Sequence[str] | None) -> list[str] | None:
     if names is None:
         return None
+    check_several(f"{what}s", names)
     found = [check_name(f"{what} to read", name) for name in names]
     if not found:
         raise ValidationError(f"argument {what}s is empty: name some, or leave it out to read all")
