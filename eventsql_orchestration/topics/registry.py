@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from dataclasses import replace
 from typing import Any, Final, TypedDict, Unpack
@@ -17,7 +16,6 @@ from eventsql_orchestration.database.held_by_handlers import check_not_held
 from eventsql_orchestration.database.rows import fetch_all
 from eventsql_orchestration.database.sessions import let_last, read_committed
 from eventsql_orchestration.errors import InvalidNameError, RedefinitionError, RegistryError, ValidationError
-from eventsql_orchestration.forks import after_fork
 from eventsql_orchestration.model import (
     BLOCKS,
     COMPRESSIONS,
@@ -85,12 +83,6 @@ class Registry:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._cache: dict[str, tuple[float, Topic]] = {}
-        self._cache_lock = threading.Lock()
-        after_fork(self, Registry._after_fork)
-
-    def _after_fork(self) -> None:
-        """See `forks`."""
-        self._cache_lock = threading.Lock()
 
     # Topics
 
@@ -174,8 +166,7 @@ class Registry:
             return known
         now = time.monotonic()
         topic = self.topic(name)
-        with self._cache_lock:
-            self._cache[name] = (now, topic)
+        self._cache[name] = (now, topic)
         return topic
 
     @checks_itself
@@ -183,14 +174,12 @@ class Registry:
         """One topic from memory; None when it would have to be looked up."""
         if type(name) is not str:
             check_text("name", name)
-        with self._cache_lock:
-            entry = self._cache.get(name)
+        entry = self._cache.get(name)
         return entry[1] if entry is not None and time.monotonic() - entry[0] < CACHE_SECONDS else None
 
     def forget(self, name: str) -> None:
         """Look a topic up anew at its next use."""
-        with self._cache_lock:
-            self._cache.pop(name, None)
+        self._cache.pop(name, None)
 
     def set_retention(self, name: str, retention: Retention | None) -> None:
         """See `ClusterRegistry.set_retention`."""
