@@ -6,7 +6,9 @@ of a class is the message that it carries when none is given.
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 class EventSQLError(Exception):
@@ -16,6 +18,10 @@ class EventSQLError(Exception):
         if message is None:
             message = " ".join((type(self).__doc__ or type(self).__name__).split())
         super().__init__(message)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy is made without `__init__`, whose arguments differ.
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
     @property
     def message(self) -> str:
@@ -36,10 +42,6 @@ class MissingExtraError(ConfigurationError):
     def __init__(self, extra: str, needed_for: str) -> None:
         super().__init__(f"{needed_for} needs the extra [{extra}]: pip install 'eventsql-orchestration[{extra}]'")
         self.extra = extra
-        self._needed_for = needed_for
-
-    def __reduce__(self) -> tuple[type[MissingExtraError], tuple[str, str]]:
-        return type(self), (self.extra, self._needed_for)
 
 
 class EmbeddedServerError(EventSQLError):
@@ -105,9 +107,6 @@ class BrokenBlockError(DatabaseError):
         self.topic = topic
         self.partition = partition
         self.first = first
-
-    def __reduce__(self) -> tuple[type[BrokenBlockError], tuple[str, int, int]]:
-        return type(self), (self.topic, self.partition, self.first)
 
 
 class StuckEventError(DatabaseError):
@@ -261,9 +260,6 @@ class PartlyPublishedError(ShardError):
         self.committed = dict(committed)
         self.failed = dict(failed)
 
-    def __reduce__(self) -> tuple[type[PartlyPublishedError], tuple[dict[str, int], dict[str, Exception]]]:
-        return type(self), (self.committed, self.failed)
-
 
 def first_error(failed: Mapping[str, Exception]) -> Exception:
     """The error to raise if every shard of a call failed: first an error that leaves the outcome unknown."""
@@ -296,9 +292,6 @@ class ConsumptionError(EventSQLError):
     def __init__(self, event: object, message: str | None = None) -> None:
         super().__init__(message or f"event {getattr(event, 'id', event)!r} could not be processed")
         self.event = event
-
-    def __reduce__(self) -> tuple[type[ConsumptionError], tuple[object, str]]:
-        return type(self), (self.event, self.message)
 
 
 class PartitionLeasedError(EventSQLError):
@@ -371,9 +364,6 @@ class PartlySentError(ShardError):
         super().__init__(f"sent {sent} of {len(ids)} messages: {again} ({faults})")
         self.ids = list(ids)
         self.failed = dict(failed)
-
-    def __reduce__(self) -> tuple[type[PartlySentError], tuple[list[int | None], dict[str, Exception]]]:
-        return type(self), (self.ids, self.failed)
 
 
 class QueueNotFoundError(EventSQLError):
