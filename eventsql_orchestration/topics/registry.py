@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import replace
 from typing import Any, Final, TypedDict, Unpack
@@ -16,6 +17,7 @@ from eventsql_orchestration.database.held_by_handlers import check_not_held
 from eventsql_orchestration.database.rows import fetch_all
 from eventsql_orchestration.database.sessions import let_last, read_committed
 from eventsql_orchestration.errors import InvalidNameError, RedefinitionError, RegistryError, ValidationError
+from eventsql_orchestration.forks import after_fork
 from eventsql_orchestration.model import (
     BLOCKS,
     COMPRESSIONS,
@@ -83,6 +85,14 @@ class Registry:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._cache: dict[str, tuple[float, Topic]] = {}
+        self._forgotten = 0
+        """How often a topic was forgotten. A definition that was read before that is not kept."""
+        self._cache_lock = threading.Lock()
+        after_fork(self, Registry._after_fork)
+
+    def _after_fork(self) -> None:
+        """See `forks`."""
+        self._cache_lock = threading.Lock()
 
     # Topics
 
@@ -164,9 +174,11 @@ class Registry:
         """One topic, from memory if it was looked up within `CACHE_SECONDS`, for publishers."""
         if (known := self.known(name)) is not None:
             return known
-        now = time.monotonic()
+        now, forgotten = time.monotonic(), self._forgotten
         topic = self.topic(name)
-        self._cache[name] = (now, topic)
+        with self._cache_lock:
+            if self._forgotten == forgotten:
+                self._cache[name] = (now, topic)
         return topic
 
     @checks_itself
@@ -179,7 +191,9 @@ class Registry:
 
     def forget(self, name: str) -> None:
         """Look a topic up anew at its next use."""
-        self._cache.pop(name, None)
+        with self._cache_lock:
+            self._forgotten += 1
+            self._cache.pop(name, None)
 
     def set_retention(self, name: str, retention: Retention | None) -> None:
         """See `ClusterRegistry.set_retention`."""

@@ -111,6 +111,25 @@ def test_a_topic_without_events_and_consumers_may_change_its_partitions(platform
     assert platform.reader.count("orders") == 3
 
 
+def test_a_definition_that_was_read_before_the_topic_was_forgotten_is_not_kept(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a publisher that tries a redefined topic again would use the former definition a second time."""
+    registry = platform.shards[0].registry
+    registry.register_topic(Topic("orders", 3))
+    read = registry.topic
+
+    def slow(name: str) -> Topic:
+        topic = read(name)
+        registry.register_topic(Topic("orders", 5))
+        return topic
+
+    with monkeypatch.context() as patched:
+        patched.setattr(registry, "topic", slow)
+        assert registry.cached_topic("orders").partitions == 3
+    assert registry.cached_topic("orders").partitions == 5
+
+
 def test_a_topic_that_has_changed_its_partitions_is_a_new_topic(platform: EventSQL, session: Connection) -> None:
     platform.registry.register_topic(Topic("orders"))
     session.execute("INSERT INTO eventsql.shard_fence VALUES (1, 'orders', 9)")
