@@ -54,6 +54,9 @@ ERASED: Final = '{"eventsql_erased":'
 
 DEAD_LETTER_SUFFIX: Final = "_dlt"
 
+_ADDED_METADATA: Final = ("dlt_", "redriven_")
+"""The beginnings of the names that dead letters and redriven events have beside those of their events."""
+
 _TOPIC_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*", re.ASCII)
 
 _SCHEMA_NAME = re.compile(r"[a-z_][a-z0-9_]{0,62}", re.ASCII)
@@ -248,7 +251,8 @@ class Publication:
         if self.key is not None:
             check_text("key", self.key, most=MAX_KEY_BYTES, error=InvalidPublicationError)
         if self.metadata is not NO_METADATA:
-            object.__setattr__(self, "metadata", check_metadata(self.metadata, error=InvalidPublicationError))
+            checked = check_metadata(self.metadata, error=InvalidPublicationError, added=_ADDED_METADATA)
+            object.__setattr__(self, "metadata", checked)
         if self.partition is not None and type(self.partition) is not int:
             partition = check_whole("partition", self.partition, error=PartitionOutOfRangeError)
             object.__setattr__(self, "partition", partition)

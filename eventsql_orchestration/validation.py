@@ -27,6 +27,9 @@ MAX_VALUE_BYTES: Final = 64 * 1024 * 1024
 MAX_METADATA_BYTES: Final = 16 * 1024 * 1024
 """All names and texts of one event's metadata together. As JSON, each byte may take six."""
 
+MAX_ADDED_BYTES: Final = 64 * 1024
+"""What an event that was given up may have beyond that, for the metadata that the platform adds: 30 KB at most."""
+
 UNREADABLE: Final = "eventsql_unreadable"
 """If an event's metadata are not a JSON object, the event has their text under this name."""
 
@@ -237,9 +240,13 @@ NO_METADATA: Final = Metadata()
 
 
 def check_metadata(
-    metadata: object, *, of: str = "", most: int = MAX_METADATA_BYTES, error: type[ValidationError] = ValidationError
-) -> Metadata:
-    """A copy of `metadata` that cannot be changed, or `error`: text by text without NUL, up to `most` bytes in all."""
+    metadata: object, *, of: str = "", most: int = MAX_METADATA_BYTES, error: type[ValidationError] = ValidationError,
+    added: tuple[str, ...] = (),
+) -> Metadata:  # fmt: skip
+    """A copy of `metadata` that cannot be changed, or `error`: text by text without NUL, up to `most` bytes in all.
+
+    If a name begins with one of `added`, there may be `MAX_ADDED_BYTES` more.
+    """
     if metadata is NO_METADATA:
         return NO_METADATA
     if not isinstance(metadata, Mapping):
@@ -256,6 +263,8 @@ def check_metadata(
         for name, text in copied.items():
             check_text(f"a metadata name{of}", name, error=error)
             check_text(f"metadata {shown(name)}{of}", text, error=error)
+    if size > most and any(name.startswith(added) for name in copied):
+        most += MAX_ADDED_BYTES
     if size > most:
         raise error(f"metadata{of} has {size} bytes; {most} are allowed")
     return copied

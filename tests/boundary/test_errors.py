@@ -23,7 +23,7 @@ from eventsql_orchestration.errors import (
     ValidationError,
 )
 from eventsql_orchestration.publishing.buffer_limits import MAX_FLUSHES, BufferLimits
-from eventsql_orchestration.validation import MAX_METADATA_BYTES, Metadata
+from eventsql_orchestration.validation import MAX_ADDED_BYTES, MAX_METADATA_BYTES, Metadata
 
 
 def prepare(platform: EventSQL) -> None:
@@ -107,6 +107,8 @@ def test_metadata_has_a_bound_for_all_of_it_together() -> None:
     Publication("orders", b"", metadata={"a": half, "b": half[:-2]})
     with pytest.raises(InvalidPublicationError):
         Publication("orders", b"", metadata={"a": half, "b": half})
+    with pytest.raises(InvalidPublicationError):
+        Publication("orders", b"", metadata={"dlt_message": half, "b": half + "x" * MAX_ADDED_BYTES})
 
 
 @pytest.mark.parametrize("name", ["max_attemps", "settings"])

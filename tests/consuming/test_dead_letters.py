@@ -17,6 +17,7 @@ from eventsql_orchestration.database import Queries
 from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError, TopicNotFoundError, ValidationError
 from eventsql_orchestration.storage.log_queries import LogQueries
 from eventsql_orchestration.topics.partitioner import partition_of_key
+from eventsql_orchestration.validation import MAX_METADATA_BYTES
 from tests.forms import stored
 
 if TYPE_CHECKING:
@@ -262,6 +263,21 @@ def test_an_event_goes_back_to_its_partition_even_if_that_is_not_its_keys(platfo
     assert {(event.key, event.partition) for event in redriven(platform)[-4:]} == {
         ("k0", 0), ("k0", 1), (None, 0), (None, 1),
     }  # fmt: skip
+
+
+def test_an_event_with_as_much_metadata_as_it_may_have_is_given_up_and_redriven_again_and_again(
+    platform: EventSQL,
+) -> None:
+    metadata = {"note": "x" * (MAX_METADATA_BYTES - len("note"))}
+    platform.publisher.publish(Publication("orders", b"9", metadata=metadata))
+    for letter in (8, 9):
+        platform.transfer.run_once()
+        give_up(platform)
+        assert platform.dead_letters.show("orders", letter).metadata["dlt_exception"] == "KeyError"
+        assert platform.dead_letters.redrive("orders", LetterFilter(ids=[letter])) == 1
+    (event,) = redriven(platform)[-1:]
+    assert event.metadata["redriven_before"] == "orders_dlt:8"
+    assert event.metadata["note"] == metadata["note"]
 
 
 def test_in_a_topic_that_was_made_anew_the_key_decides(platform: EventSQL) -> None:
