@@ -69,6 +69,7 @@ class Deliveries:
         self._dead_letters = dead_letters
         self._topic = topic
         self._consumer = consumer
+        self._where = f"consumer {consumer!r} of topic {topic!r}"
         self._own = {"topic": topic, "consumer": consumer}
         self._by_key = by_key
         self._lease = lease
@@ -342,68 +343,75 @@ class Deliveries:
         `counts`. Raises `ClaimLostError` if another process has the event, `DatabaseBusyError` if others lock it.
         """
         attempts = delivery.attempts + (1 if counts else 0)
-        with self._database.transaction() as connection:
-            wait_at_most(connection, LOCK_SECONDS)
-            # The texts may quote the event.
-            shown = None if erased_meanwhile(connection, self._database.schema, delivery.event) else error
-        failure, delay = FAILURE if shown is None else describe(shown), backoff_after(attempts)
-        where = f"consumer {self._consumer!r} of topic {self._topic!r}"
+        failure, delay = describe(error), backoff_after(attempts)
         spent = counts and attempts >= delivery.max_attempts
         if spent and self._dead_letters.accepts(self._topic):
             try:
-                if self._bury(delivery, DeadLetterCause.of(self._consumer, error, attempts)):
-                    logger.error(
-                        "%s gave event %d up after %d attempts, as a dead letter: %s",
-                        where, delivery.event.id, attempts, failure, exc_info=shown,
-                    )  # fmt: skip
+                if self._bury(delivery, error, attempts):
                     return 0.0
                 delay = NEVER
             except (ClaimLostError, DatabaseBusyError):
                 raise
             except Exception as problem:
-                logger.exception("%s cannot give event %d up", where, delivery.event.id)
+                logger.exception("%s cannot give event %d up", self._where, delivery.event.id)
                 failure = without_letter(failure, problem)
 
-        self._note_failure(delivery, attempts=attempts, failure=failure, delay=delay, behind=behind)
+        shown: BaseException | None = error
+        if self._note_failure(delivery, attempts=attempts, failure=failure, delay=delay, behind=behind):
+            failure, shown = FAILURE, None
         if spent:
             logger.error(
                 "%s keeps event %d back, which failed %s (%s); correct the handler and resume the consumer, or create "
                 "topic %s_dlt to take such events",
-                where, delivery.event.id, how_often(attempts), failure, self._topic, exc_info=shown,
+                self._where, delivery.event.id, how_often(attempts), failure, self._topic, exc_info=shown,
             )  # fmt: skip
         else:
             attempted = f"attempt {attempts} of {delivery.max_attempts} failed" if counts else "no attempt is counted"
             logger.warning(
-                "%s will try event %d again in %.0f s (%s: %s)", where, delivery.event.id, delay, attempted, failure,
+                "%s will try event %d again in %.0f s (%s: %s)",
+                self._where, delivery.event.id, delay, attempted, failure,
                 exc_info=shown if counts and attempts == 1 else None,
             )  # fmt: skip
         return delay
 
     def _note_failure(
         self, delivery: Delivery, *, attempts: int, failure: str, delay: float, behind: Collection[Delivery]
-    ) -> None:
-        """Let an event be due again after `delay` seconds, and give the events `behind` it back."""
+    ) -> bool:
+        """Let an event be due again after `delay` seconds, and give the events `behind` it back.
+
+        Gives whether the event was erased meanwhile: texts may quote it.
+        """
         values = {
             "cursor": delivery.cursor, "id": delivery.event.id, "worker": delivery.worker, "attempts": attempts,
             "failure": failure, "delay": delay,
         }  # fmt: skip
         with self._database.transaction() as connection:
             wait_at_most(connection, LOCK_SECONDS)
-            if erased_meanwhile(connection, self._database.schema, delivery.event):
+            erased = erased_meanwhile(connection, self._database.schema, delivery.event) is not None
+            if erased:
                 values["failure"] = FAILURE
             if connection.execute(self._queries("fail"), values, prepare=False).rowcount != 1:
                 raise self._lost(delivery)
             if behind:
                 connection.execute(self._queries("give_back"), arrays(behind), prepare=False)
+        return erased
 
-    def _bury(self, delivery: Delivery, cause: DeadLetterCause) -> bool:
+    def _bury(self, delivery: Delivery, error: BaseException, attempts: int) -> bool:
         """Publish an event's dead letter and acknowledge the event; gives whether one was made."""
+        cause = DeadLetterCause.of(self._consumer, error, attempts)
         with self._database.transaction() as connection:
             wait_at_most(connection, LOCK_SECONDS)
             # Lock the consumer's row first, as a move of the consumer does.
             connection.execute(self._consumers("count_given_up"), self._key(delivery.partition).parameters())
             self._acknowledge_in(connection, delivery)
+            erased = erased_meanwhile(connection, self._database.schema, delivery.event) is not None
             buried = self._dead_letters.bury(connection, delivery.event, cause)
             if not buried:
                 raise psycopg.Rollback
+        if buried:
+            logger.error(
+                "%s gave event %d up after %d attempts, as a dead letter: %s",
+                self._where, delivery.event.id, attempts, FAILURE if erased else describe(error),
+                exc_info=None if erased else error,
+            )  # fmt: skip
         return buried

@@ -15,7 +15,7 @@ from eventsql_orchestration.consuming import deliveries, lost_connections, queue
 from eventsql_orchestration.consuming import failures as failure_module
 from eventsql_orchestration.consuming.cancellation import Cancellation
 from eventsql_orchestration.consuming.claims import Claim
-from eventsql_orchestration.consuming.deliveries import OWNER
+from eventsql_orchestration.consuming.deliveries import OWNER, Deliveries
 from eventsql_orchestration.consuming.delivery import Delivery, HandOut
 from eventsql_orchestration.consuming.lag_values import LagCause
 from eventsql_orchestration.consuming.lost_connections import FREE_LOSSES
@@ -37,7 +37,7 @@ from tests.effects import FullDiskError, effects, make_table, write
 
 if TYPE_CHECKING:
     from tests.consuming.conftest import Halt
-    from tests.fixtures import Sessions, Spawn, Until, UntilBlocked
+    from tests.fixtures import SaidBy, Sessions, Spawn, Until, UntilBlocked
 
 POLLING = 0.02
 
@@ -287,6 +287,19 @@ def test_spent_attempts_make_a_dead_letter_and_the_key_goes_on(
     assert (letter.consumer, letter.key, letter.value) == ("mailer", "a", b"a")
     # The tracebacks of the first attempt and of the last one.
     assert caplog.text.count('raise ValueError("never")') == 2
+
+
+def test_a_failure_is_noted_in_one_transaction(platform: EventSQL, said_by: SaidBy) -> None:
+    """It asks once whether the event was erased meanwhile."""
+    fill(platform, "a")
+    shard = platform.shards[0]
+    queue = Deliveries(shard.database, shard.dead_letters, "payments", "mailer", by_key=True, lease=60.0, most=10)
+    (delivery,) = queue.hand_out(queue.register("here"), -1, 10).deliveries
+    said = said_by(shard.database)
+    queue.fail(delivery, ValueError("once"), counts=True, behind=())
+    statements = said.statements()
+    assert statements.count("COMMIT") == 1
+    assert len([each for each in statements if "pg_advisory_xact_lock_shared" in each]) == 1
 
 
 @pytest.mark.parametrize("refused", [False, True], ids=["no topic", "no letter of the factory"])

@@ -394,6 +394,21 @@ def test_a_failed_delivery_that_is_noted_after_the_erasure_quotes_nothing(
     assert SECRET.decode() not in caplog.text
 
 
+def test_a_delivery_that_is_given_up_after_the_erasure_quotes_nothing(
+    platform: EventSQL, form: Storage, caplog: pytest.LogCaptureFixture
+) -> None:
+    platform.registry.register_topic(Topic("orders_dlt"))
+    store(platform, "ann", attempts=1)
+    shard = platform.shards[0]
+    queue = Deliveries(shard.database, shard.dead_letters, "orders", "mailer", by_key=True, lease=60.0, most=10)
+    (delivery,) = queue.hand_out(queue.register("here"), -1, 10).deliveries
+    platform.eraser.execute("orders", ["ann"])
+    queue.fail(delivery, ValueError(SECRET.decode()), counts=True, behind=())
+    assert tables_with(platform) == set()
+    assert f"as a dead letter: {FAILURE}" in caplog.text
+    assert SECRET.decode() not in caplog.text
+
+
 def test_a_failure_of_a_delivery_that_is_copied_to_its_consumer_meanwhile_is_not_shown_any_more(
     platform: EventSQL, form: Storage, sessions: Sessions, until_blocked: UntilBlocked
 ) -> None:
