@@ -120,10 +120,10 @@ class _Tail:
         if not limit:
             return None
         chooses = self._key is not None or self._grep is not None
-        events = shard.reader.read(
-            self._topic, after=after, partition=self._partition, limit=_BATCH if chooses else limit
+        batches = shard.reader.stream(
+            self._topic, after=after, partition=self._partition, batch=_BATCH if chooses else limit
         )
-        if not events:
+        if not (events := next(batches, [])):
             return None
         matching = [event for event in events if self._matches(event)][:limit]
         self._writer.write(matching, shard=label)

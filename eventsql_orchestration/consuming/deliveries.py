@@ -28,7 +28,7 @@ from eventsql_orchestration.database.sessions import read_committed, wait_at_mos
 from eventsql_orchestration.errors import ClaimLostError, DatabaseBusyError, DatabaseError, RedefinitionError
 from eventsql_orchestration.model import Event, how_often
 from eventsql_orchestration.storage.erasing import FAILURE, copy_events, erased_meanwhile
-from eventsql_orchestration.storage.reading import LogReader
+from eventsql_orchestration.storage.reading import BATCH_BYTES, LogReader
 
 logger = logger_of_errors(__name__)
 
@@ -134,9 +134,9 @@ class Deliveries:
         if fetch_first(connection, self._queries("renew"), renewed, prepare=False) is None:
             raise WorkerLostError(f"{locked.key}: the lease of this process has ended")
         cursor, own, standing = self._open(connection, locked, worker)
-        freed = self._take_free(connection, locked, own, limit) if standing.free else []
+        freed, full = self._take_free(connection, locked, own, limit) if standing.free else ([], False)
 
-        room = min(limit - len(freed), self._most - standing.unacknowledged)
+        room = 0 if full else min(limit - len(freed), self._most - standing.unacknowledged)
         events, more = self._read(connection, locked, cursor, room)
         others = self._held_keys(connection, own) if events and standing.not_own else set()
         fresh = [Fresh(event, key, key not in others) for event, key in self._keyed(locked, events)]
@@ -148,7 +148,7 @@ class Deliveries:
         deliveries = [*freed, *((each.event, each.key, 0) for each in fresh if each.own)]
         return HandOut(
             [Delivery(cursor.number, worker, partition, *each, locked.state.max_attempts) for each in deliveries],
-            more=more or len(deliveries) >= limit,
+            more=more or full or len(deliveries) >= limit,
             others=standing.not_own > len(freed) or len(deliveries) < len(freed) + len(fresh),
             held=held,
         )
@@ -201,8 +201,12 @@ class Deliveries:
 
     def _take_free(
         self, connection: Connection, locked: LockedPartition, own: dict[str, int], limit: int
-    ) -> list[tuple[Event, int | None, int]]:
-        """Take over events that nobody holds, in the order of their keys: each with its key and its attempts."""
+    ) -> tuple[list[tuple[Event, int | None, int]], bool]:
+        """Take over events that nobody holds, in the order of their keys: each with its key and its attempts.
+
+        The event whose value makes `BATCH_BYTES` full is the last one; the second result is whether there is such an
+        event.
+        """
         accepts = self._dead_letters.accepts(self._topic, connection)
         asked = {**own, "after": own["offset"], "accepts": accepts, "max_attempts": locked.state.max_attempts}
         keys: dict[int, int | None] = {}
@@ -227,15 +231,21 @@ class Deliveries:
                 break
 
         if not keys:
-            return []
-        taken = fetch_all(connection, self._queries("take"), {**own, "ids": list(keys)}, prepare=False)
+            return [], False
+        wanted, events, size = sorted(keys), list[Event](), 0
+        for event in self._log.read_ids(connection, self._topic, wanted, partition=locked.key.partition):
+            events.append(event)
+            size += len(event.value or b"")
+            if size >= BATCH_BYTES:
+                wanted = [each for each in wanted if each <= event.id]
+                break
+        taken = fetch_all(connection, self._queries("take"), {**own, "ids": wanted}, prepare=False)
         attempts: dict[int, int] = dict(taken)
-        events = self._log.read_ids(connection, self._topic, sorted(attempts), partition=locked.key.partition)
         chosen = matching(locked.state.filter, events)
         if gone := attempts.keys() - {event.id for event in chosen}:
             logger.warning("%s: %d unhandled events left the log, or do not match the filter", locked.key, len(gone))
             connection.execute(self._queries("drop"), {**own, "ids": list(gone)}, prepare=False)
-        return [(event, keys[event.id], attempts[event.id]) for event in chosen]
+        return [(event, keys[event.id], attempts[event.id]) for event in chosen], size >= BATCH_BYTES
 
     def _read(
         self, connection: Connection, locked: LockedPartition, cursor: Cursor, room: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import islice, repeat
 from operator import attrgetter, lt
@@ -139,16 +139,23 @@ class LogReader:
 
     def read_ids(
         self, connection: Connection, topic: str, ids: Sequence[int], *, partition: int = NOT_PARTITIONED
-    ) -> list[Event]:
-        """The events with these ascending ids that are in the log, in order. Reads the ranges that they lie in."""
-        wanted, found, start = set(ids), list[Event](), 0
+    ) -> Iterator[Event]:
+        """The events with these ascending ids that are in the log, in order. Reads the ranges that they lie in.
+
+        Reads a batch of a range when its first event is wanted.
+        """
+        wanted, start = set(ids), 0
         for place in range(1, len(ids) + 1):
             if place < len(ids) and ids[place] - ids[place - 1] <= _NEAR:
                 continue
-            events = self.read(connection, topic, partition=partition, after=ids[start] - 1, upto=ids[place - 1])
-            found += [event for event in events if event.id in wanted]
+            after, upto, more = ids[start] - 1, ids[place - 1], True
+            while more and after < upto:
+                events, more = self.read_batch(
+                    connection, topic, partition=partition, after=after, upto=upto, limit=upto - after
+                )
+                yield from (event for event in events if event.id in wanted)
+                after = events[-1].id if events else upto
             start = place
-        return found
 
     def end(self, connection: Connection, topic: str, partition: int = NOT_PARTITIONED) -> int:
         """The newest offset of a log or of one partition; 0 without events."""

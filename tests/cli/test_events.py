@@ -6,7 +6,7 @@ import base64
 import json
 import select
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 from click.testing import Result
 
-from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
+from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
+from eventsql_orchestration.cli.output import EventWriter
+from eventsql_orchestration.storage import reading
 from tests.cli.conftest import Run, Start
 from tests.waiting import PATIENCE
 
@@ -65,6 +67,24 @@ def test_an_event_is_printed_with_all_that_it_has(run: Run, publish: Callable[..
     assert event == {
         "topic": TOPIC, "offset": 1, "partition": 1, "key": "42", "value": '{"é": 1}', "metadata": {"source": "web"},
     }  # fmt: skip
+
+
+def test_large_events_are_read_and_printed_in_parts(
+    run: Run, publish: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "BATCH_BYTES", 200)
+    parts: list[int] = []
+    write = EventWriter.write
+
+    def noting(self: EventWriter, events: Sequence[Event], *, shard: str | None) -> None:
+        parts.append(len(events))
+        write(self, events, shard=shard)
+
+    monkeypatch.setattr(EventWriter, "write", noting)
+    for _ in range(3):
+        publish(b"v" * 110)
+    assert len(values(run("tail", TOPIC))) == 3
+    assert parts == [2, 1]
 
 
 def test_a_value_that_is_no_text_is_printed_as_base64(run: Run, publish: Callable[..., None]) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
-from eventsql_orchestration.consuming import failures, queue_backlog
+from eventsql_orchestration.consuming import deliveries, failures, queue_backlog
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.consuming.deliveries import Deliveries
 from eventsql_orchestration.consuming.delivery import HandOut
@@ -41,8 +41,8 @@ pytestmark = [pytest.mark.prepared.with_args(prepare), pytest.mark.parametrize("
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "BATCH_BYTES", 2_500)
-    monkeypatch.setattr(queue_backlog, "BATCH_BYTES", 2_500)
+    for module in (reading, queue_backlog, deliveries):
+        monkeypatch.setattr(module, "BATCH_BYTES", 2_500)
     monkeypatch.setattr(failures, "FIRST_BACKOFF", 0.01)
 
 
@@ -130,3 +130,16 @@ def test_a_queue_fetches_nothing_while_it_holds_a_batch(
         until(lambda: consumed(platform, topic))
     assert seen == ids(platform, topic)
     assert max(held) < 3
+
+
+def test_a_queue_takes_over_parts_of_what_another_process_has_left(platform: EventSQL, topic: str) -> None:
+    shard = platform.shards[0]
+    queue = Deliveries(shard.database, shard.dead_letters, topic, "mailer", by_key=True, lease=60.0, most=100)
+    left, worker = queue.register("ended"), queue.register("here")
+    while queue.hand_out(left, 0, 100).deliveries:
+        pass
+    queue.leave(left)
+    parts = [queue.hand_out(worker, 0, 100) for _ in PARTS]
+    assert [len(part.deliveries) for part in parts] == PARTS
+    assert [each.event.id for part in parts for each in part.deliveries] == ids(platform, topic)
+    assert [part.more for part in parts] == [True, True, False]
