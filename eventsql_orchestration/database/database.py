@@ -350,12 +350,10 @@ class Database:
         first migration rewrites these tables and locks them meanwhile. Raises `ConfigurationError` for a zone that the
         server does not know.
         """
-        self.check_open()
+        engine = self.engine.execution_options(isolation_level="READ COMMITTED")
         with self.errors():
             try:
-                migrations.upgrade(
-                    self.engine.execution_options(isolation_level="READ COMMITTED"), self.schema, times_in=times_in
-                )
+                migrations.upgrade(self._pool.alchemy(engine), self.schema, times_in=times_in)
             except sqlalchemy.exc.DBAPIError as error:
                 if isinstance(error.orig, psycopg.errors.InvalidParameterValue):
                     raise ConfigurationError(

@@ -13,7 +13,7 @@ from alembic.migration import MigrationContext
 from sqlalchemy import make_url
 
 from eventsql_orchestration import Consumer, EventSQL, Topic
-from eventsql_orchestration.database import Connection, Database, migrations, tables
+from eventsql_orchestration.database import Connection, Database, driver_connection, migrations, tables
 from eventsql_orchestration.database.migrations import holding
 from eventsql_orchestration.errors import DatabaseBusyError, DatabaseError
 from tests.conftest import Administrator
@@ -205,7 +205,8 @@ def test_a_migration_gives_way_to_a_transaction_that_has_a_lock_which_it_needs_l
         psycopg.connect(fresh, autocommit=True) as looking,
         ThreadPoolExecutor(1) as executor,
     ):
-        migrations.upgrade(database.engine.execution_options(isolation_level="READ COMMITTED"), "eventsql", to=revision)
+        engine = database.engine.execution_options(isolation_level="READ COMMITTED")
+        migrations.upgrade(engine.connect(), "eventsql", to=revision)
         other.execute(first.encode())
         migrating = executor.submit(database.migrate)
         until(lambda: looking.execute("SELECT FROM pg_locks WHERE NOT granted AND locktype = 'relation'").rowcount > 0)
@@ -264,7 +265,8 @@ def test_a_migration_comes_through_between_transactions_that_overlap(
         psycopg.connect(fresh, autocommit=True) as looking,
         ThreadPoolExecutor(2) as executor,
     ):
-        migrations.upgrade(database.engine.execution_options(isolation_level="READ COMMITTED"), "eventsql", to="0056")
+        engine = database.engine.execution_options(isolation_level="READ COMMITTED")
+        migrations.upgrade(engine.connect(), "eventsql", to="0056")
         first.execute(publish)
         migrating = executor.submit(database.migrate)
         until(lambda: looking.execute(waits, ["LOCK TABLE%", longer]).rowcount == 1)
@@ -275,6 +277,21 @@ def test_a_migration_comes_through_between_transactions_that_overlap(
         second.rollback()
         migrating.result()
         assert database.revision() == migrations.HEAD
+
+
+def test_a_migration_that_ends_after_a_close_leaves_no_connection_open(
+    fresh: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[Connection] = []
+
+    def close(connection: sqlalchemy.Connection, *_: object) -> None:
+        used.append(driver_connection(connection))
+        database.close()
+
+    monkeypatch.setattr(migrations, "_run", close)
+    with Database(fresh) as database:
+        database.migrate()
+    assert [connection.closed for connection in used] == [True]
 
 
 def test_threads_of_a_process_migrate_two_databases_one_after_the_other(
@@ -289,7 +306,8 @@ def test_threads_of_a_process_migrate_two_databases_one_after_the_other(
         psycopg.connect(fresh, autocommit=True) as looking,
         ThreadPoolExecutor(2) as executor,
     ):
-        migrations.upgrade(first.engine.execution_options(isolation_level="READ COMMITTED"), "eventsql", to="0056")
+        engine = first.engine.execution_options(isolation_level="READ COMMITTED")
+        migrations.upgrade(engine.connect(), "eventsql", to="0056")
         handling.execute("LOCK TABLE eventsql.consumer IN ROW EXCLUSIVE MODE")
         migrating = executor.submit(first.migrate)
         until(lambda: looking.execute(waits).rowcount == 1)

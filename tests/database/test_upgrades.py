@@ -154,7 +154,8 @@ def upgraded(administrator: Administrator, steps: Steps) -> Iterator[str]:
 
 def upgrade(dsn: str, revision: str, *, schema: str = "eventsql") -> None:
     with Database(dsn, schema=schema) as database:
-        migrations.upgrade(database.engine.execution_options(isolation_level="READ COMMITTED"), schema, to=revision)
+        engine = database.engine.execution_options(isolation_level="READ COMMITTED")
+        migrations.upgrade(engine.connect(), schema, to=revision)
         assert database.revision() == revision
 
 

@@ -440,7 +440,7 @@ def test_an_upgrade_gives_logs_in_blocks_the_columns_of_gaps(platform: EventSQL,
     )
     session.execute("UPDATE eventsql.schema_version SET version_num = '0029'")
     engine = platform.database.engine.execution_options(isolation_level="READ COMMITTED")
-    migrations.upgrade(engine, SCHEMA, to="0030")
+    migrations.upgrade(engine.connect(), SCHEMA, to="0030")
     # What later revisions make is there.
     session.execute(f"UPDATE eventsql.schema_version SET version_num = '{migrations.HEAD}'".encode())
     with EventSQL(dsn, transfer=False) as upgraded:

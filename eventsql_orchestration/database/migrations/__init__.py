@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import threading
+from contextlib import AbstractContextManager
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from sqlalchemy import Connection, Engine
+from sqlalchemy import Connection
 
 from eventsql_orchestration.database.connections import driver_connection
 from eventsql_orchestration.database.installation import REGISTRY_LOCK
@@ -85,13 +86,15 @@ def known(revision: str) -> bool:
     return revision == HEAD or any(entry.revision == revision for entry in scripts().walk_revisions())
 
 
-def upgrade(engine: Engine, schema: str, *, times_in: str = "UTC", to: str = HEAD) -> None:
-    """Bring `schema` up to a revision, the newest by default, in one transaction.
+def upgrade(
+    connecting: AbstractContextManager[Connection], schema: str, *, times_in: str = "UTC", to: str = HEAD
+) -> None:
+    """Bring `schema` up to a revision, the newest by default, in one transaction on a connection.
 
     Processes and threads that come at the same time wait for the first and find nothing left to do. `times_in` is the
     time zone of the times in existing tables of EventSQL's Java library. Any zone but UTC rewrites these tables.
     """
-    with _TURNS.lock, engine.begin() as connection:
+    with _TURNS.lock, connecting as connection, connection.begin():
         # A limit of the role would end the same building of an index at each attempt. The role's `lock_timeout` stays:
         # an operator sets it so that a migration gives way to other transactions.
         let_last(driver_connection(connection))
