@@ -108,7 +108,12 @@ class Database:
 
     @property
     def engine(self) -> sqlalchemy.Engine:
-        """The engine of SQLAlchemy that holds the pooled connections."""
+        """The engine of SQLAlchemy that holds the pooled connections.
+
+        It keeps half of `pool_size` for those who connect by the engine; the other half is for the platform's own
+        calls. A program that uses SQLAlchemy much makes an engine of its own: the platform's methods take its
+        connections, too.
+        """
         return self._pool.engine
 
     @property
