@@ -28,6 +28,9 @@ from eventsql_orchestration.publishing.staged_blocks import StagedBlocks
 
 logger = logging.getLogger(__name__)
 
+FORGET_SECONDS: Final = 86_400.0
+"""Seconds for which the record of a published part is kept."""
+
 IDLE_SECONDS: Final = 60.0
 """The server ends a transaction of a publication whose client is idle for this long: its machine may be gone."""
 
@@ -180,15 +183,18 @@ class TwoPhaseParticipant:
         self._blocks.delete(connection, attempts)
         return int(events) - sum(block.events for block in staged)
 
-    def publish_decided(self, publication: uuid.UUID, *, timeout: float) -> None:
-        """Publish the part of a decided publication, unless it was published before."""
+    def publish_decided(self, publication: uuid.UUID, *, timeout: float) -> bool:
+        """Publish the part of a decided publication, unless it was published before. False if there is no part."""
         with self._transaction(timeout) as connection:
             missing = self.publish(connection, publication)
+        if missing is None:
+            return self._ask("is_part", {"id": publication}) == (True,)
         if missing:
             logger.warning(
                 "publication %s was published on %s without %d of its events, whose topic was deleted",
                 publication, self._database, missing,
             )  # fmt: skip
+        return True
 
     def give_part_up(self, publication: uuid.UUID, *, timeout: float) -> bool:
         """Delete the part of a publication that was given up. A sweep deletes its blocks. False if no part is open."""

@@ -28,7 +28,12 @@ import psycopg
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.errors import EventSQLError
-from eventsql_orchestration.publishing.two_phase_participant import Announcement, PublicationPart, TwoPhaseParticipant
+from eventsql_orchestration.publishing.two_phase_participant import (
+    FORGET_SECONDS,
+    Announcement,
+    PublicationPart,
+    TwoPhaseParticipant,
+)
 from eventsql_orchestration.shards.shard import Shard
 
 logger = logging.getLogger(__name__)
@@ -117,7 +122,7 @@ class TwoPhaseCoordinator:
                     return left(f"it is being published{by}, for {publication.age:.0f} seconds now")
                 publication = replace(publication, decided=True)
             # Publish on each shard, even if another shard fails.
-            reasons = {name: _publish(publication.id, name, shards.get(name), timeout) for name in publication.shards}
+            reasons = {name: _publish(publication, name, shards.get(name), timeout) for name in publication.shards}
             failed = {name: reason for name, reason in reasons.items() if reason is not None}
             if failed:
                 return left("; ".join(failed.values()), failed)
@@ -149,12 +154,18 @@ def _give_up(
     return parts.is_decided(publication.id)
 
 
-def _publish(publication: uuid.UUID, name: str, parts: TwoPhaseParticipant | None, timeout: float) -> str | None:
+def _publish(publication: Announcement, name: str, parts: TwoPhaseParticipant | None, timeout: float) -> str | None:
     """Publish the part of a shard; if that fails, gives the reason."""
     if parts is None:
         return f"shard {name!r} cannot be reached"
     try:
-        parts.publish_decided(publication, timeout=timeout)
+        # The record of an older part may have been deleted after its publication.
+        if not parts.publish_decided(publication.id, timeout=timeout) and publication.age < FORGET_SECONDS:
+            logger.error(
+                "batch %d of writer %r is published without its events on shard %r, which has lost them, as a promoted "
+                "standby that lacked the newest commits: publish these events again",
+                publication.batch, publication.writer, name,
+            )  # fmt: skip
     except (EventSQLError, psycopg.Error) as error:
         return f"shard {name!r}: {error}"
     return None

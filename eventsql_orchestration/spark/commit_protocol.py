@@ -33,7 +33,7 @@ from eventsql_orchestration.errors import (
     ShardSetError,
 )
 from eventsql_orchestration.publishing.staged_blocks import missing_blocks
-from eventsql_orchestration.publishing.two_phase_participant import PublicationPart
+from eventsql_orchestration.publishing.two_phase_participant import FORGET_SECONDS, PublicationPart
 from eventsql_orchestration.retry import Backoff
 from eventsql_orchestration.shards.shard_state import first_shard
 from eventsql_orchestration.spark.commit_log import UNNAMED, Batch, CommitLog, Portion, portions_of, unnamed
@@ -49,9 +49,6 @@ logger = logging.getLogger(__name__)
 FINISH_SECONDS: Final = 10.0
 """How long to try to publish the parts of a decided publication. The next publication on the same shards tries for the
 same time."""
-
-FORGET_SECONDS: Final = 86_400.0
-"""How long the records of published parts are kept."""
 
 GIVE_UP_SECONDS: Final = 0.25
 """How long to wait for each part of a publication that was given up. The next publication gives it up, too."""

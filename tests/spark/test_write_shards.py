@@ -5,6 +5,7 @@ A commit is stopped by a trigger of the test's that waits for a lock, in the tra
 
 from __future__ import annotations
 
+import logging
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -450,6 +451,18 @@ def test_a_part_that_comes_back_with_a_backup_is_reported_and_kept(
     assert decisions.finish() == []
     assert "a part of batch 7 of writer 'nightly' is given up: shard 'shard-1' does not know its" in caplog.text
     check_nothing_is_open(dsns)
+
+
+def test_a_decided_part_that_a_shard_has_lost_is_an_error_in_the_log(
+    platform: EventSQL, dsns: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As if its standby was promoted, and had not got the last commits."""
+    kill_at(dsns, FEW, 1, "UPDATE ON eventsql.spark_part", at_commit=True)
+    with psycopg.connect(dsns[1]) as connection:
+        connection.execute("DELETE FROM eventsql.spark_part")
+    assert decisions_of(platform).finish() == []
+    lost = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert ["on shard 'shard-2', which has lost them" in record.getMessage() for record in lost] == [True]
 
 
 def check_parts_are_published(dsns: list[str]) -> None:

@@ -70,6 +70,9 @@ ORDER BY eql_created_at, eql_id;
 -- is_open -- Whether an unpublished part is here.
 SELECT EXISTS (SELECT FROM {schema}.spark_part WHERE eql_id = %(id)s AND eql_published_at IS NULL);
 
+-- is_part -- Whether a part is here, published or not.
+SELECT EXISTS (SELECT FROM {schema}.spark_part WHERE eql_id = %(id)s);
+
 -- open_parts -- The unpublished parts here, oldest first: the shard that decides each, and when it was prepared.
 SELECT eql_id, eql_shard, eql_writer, eql_batch, eql_created_at
 FROM {schema}.spark_part
