@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import dagster as dg
 import psycopg
@@ -21,6 +21,9 @@ from eventsql_orchestration.errors import ConfigurationError, ValidationError
 from eventsql_orchestration.model import check_partitions, check_schema_name, check_topic_name
 from eventsql_orchestration.orchestration.access import PlatformAccess
 from eventsql_orchestration.validation import DEFAULT_SCHEMA, split_urls
+
+MASKED: Final = "********"
+"""What Dagster's UI shows instead of a secret."""
 
 RESOURCE_KEY = "eventsql"
 """The resource name of a code location's `EventSQLResource`; the builders of this package require it."""
@@ -45,6 +48,7 @@ class EventSQLResource(PlatformAccess, dg.ConfigurableResource[Any]):
     """
 
     # The resource's text and Dagster's UI hide a URL that is written in the code.
+    # The UI hides the name of a variable, too: its launchpad launches runs with `MASKED`.
     dsn: str = Field(
         repr=False,
         json_schema_extra={"dagster__is_secret": True},
@@ -78,6 +82,13 @@ class EventSQLResource(PlatformAccess, dg.ConfigurableResource[Any]):
         if not isinstance(value, dg.EnvVar):
             check_schema_name(value)
         return value
+
+    def _with_updated_values(self, values: Mapping[str, Any] | None) -> EventSQLResource:
+        # `self` is the resource of the location, and `values` are its config in a run.
+        given = dict(values or {})
+        if given.get("dsn") == MASKED:
+            given["dsn"] = self.dsn.get_value() if isinstance(self.dsn, dg.EnvVar) else self.dsn
+        return cast("EventSQLResource", super()._with_updated_values(given))
 
     @property
     def platform(self) -> EventSQL:

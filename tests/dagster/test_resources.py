@@ -6,6 +6,9 @@ from typing import Any
 import dagster as dg
 import psycopg
 import pytest
+import yaml  # type: ignore[import-untyped]
+from dagster._core.snap import JobSnap
+from dagster._core.snap.snap_to_yaml import default_values_yaml_from_type_snap
 from pydantic import ValidationError as PydanticValidationError
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
@@ -14,6 +17,7 @@ from eventsql_orchestration.dagster import (
     EventSQLResource,
     RunLimits,
     TopicResource,
+    build_register_job,
     consumer_asset,
     topic_key,
 )
@@ -248,3 +252,21 @@ def test_a_topic_is_checked_when_the_location_is_loaded(eventsql: EventSQLResour
         TopicResource(eventsql=eventsql, topic="No Topic")
     with pytest.raises((PydanticValidationError, ValidationError), match="partitions"):
         TopicResource(eventsql=eventsql, topic="rides", partitions=0)
+
+
+@pytest.mark.parametrize("from_environment", [True, False])
+def test_a_run_that_is_launched_with_the_config_of_the_launchpad_has_the_configured_database(
+    platform: EventSQL, dsn: str, monkeypatch: pytest.MonkeyPatch, from_environment: bool
+) -> None:
+    monkeypatch.setenv("EVENTSQL_TEST_DSN", dsn)
+    register = build_register_job([], topics=[Topic("rides")])
+    resource = EventSQLResource(dsn=dg.EnvVar("EVENTSQL_TEST_DSN") if from_environment else dsn)
+    job = dg.Definitions(jobs=[register], resources={"eventsql": resource}).resolve_job_def("register")
+    snapshot = JobSnap.from_job_def(job)
+    schema = snapshot.config_schema_snapshot
+    root = schema.get_config_snap(snapshot.mode_def_snaps[0].root_config_key or "")
+    shown = default_values_yaml_from_type_snap(schema, root)
+
+    assert dsn not in shown
+    assert job.execute_in_process(run_config=yaml.safe_load(shown)).success
+    assert platform.registry.topics() == [Topic("rides")]
