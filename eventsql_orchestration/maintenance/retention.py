@@ -244,7 +244,7 @@ class Retainer:
         schema = self._database.schema
         dropped: list[_Content] = []
         held_by = None
-        for content in self._due(connection, topic, retention, newest):
+        for content in self._due(connection, topic, retention, newest, close=not execute):
             with _registry_held(holder):
                 # By this connection: those of the pool may be with threads that wait for the registry.
                 same = Queries("log", schema)("same_topic")
@@ -270,8 +270,10 @@ class Retainer:
         events, size = sum(each.events for each in dropped), sum(each.segment.bytes for each in dropped)
         return Dropped(topic.name, len(dropped), events, size, upto, held_by)
 
-    def _due(self, connection: Connection, topic: Topic, retention: Retention, newest: int) -> list[_Content]:
-        """The closed segments that are due, oldest first."""
+    def _due(
+        self, connection: Connection, topic: Topic, retention: Retention, newest: int, *, close: bool = False
+    ) -> list[_Content]:
+        """The closed segments that are due, oldest first. With `close`, as if the current one were closed if it may."""
         existing = segments.segments(connection, self._database.schema, topic.name) or []
         contents = [
             self._content(connection, topic, segment, newest) for segment in existing if segment.start <= newest
@@ -279,7 +281,8 @@ class Retainer:
         due: list[_Content] = []
         events, size = sum(content.events for content in contents), sum(content.segment.bytes for content in contents)
         for content, seconds in zip(contents, _ages(contents), strict=True):
-            if content.segment.end > newest + 1:
+            is_open = content.segment.end > newest + 1
+            if is_open and not (close and self._has_its_share(connection, topic, content.segment)):
                 break
             events -= content.events
             size -= content.segment.bytes

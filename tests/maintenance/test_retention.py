@@ -203,6 +203,15 @@ def test_a_look_changes_nothing(platform: EventSQL) -> None:
     assert (planned.segments, planned.upto) == (done.segments, done.upto) == (4, last)
 
 
+def test_a_look_has_the_current_segment_that_the_run_closes_and_drops(platform: EventSQL, session: Connection) -> None:
+    retained(platform, 5, seconds=3600)
+    age(session, 3600, upto=5)
+    (planned,) = platform.retention.run_once(execute=False)
+    assert platform.reader.count("orders") == 5
+    (done,) = platform.retention.run_once()
+    assert (planned.segments, planned.upto) == (done.segments, done.upto) == (1, 5)
+
+
 def test_topics_without_a_retention_cost_no_sessions(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(3):
         platform.registry.register_topic(Topic(f"orders_{number}", storage="blocks"))
