@@ -274,9 +274,10 @@ class DeadLetters:
             return self._registry.topic(source).name
         except TopicNotFoundError:
             self._registry.topic(topic)
-            raise TopicNotFoundError(
-                f"topic {topic!r} has no dead letter topic: create it with `eventsql topic create {source}`"
-            ) from None
+            remedy = f"create it with `eventsql topic create {source}`"
+            if topic.endswith(DEAD_LETTER_SUFFIX):
+                remedy = f"name the topic of the original events, {topic.removesuffix(DEAD_LETTER_SUFFIX)!r}"
+            raise TopicNotFoundError(f"topic {topic!r} has no dead letter topic: {remedy}") from None
 
     def _windows(self, source: str, wanted: LetterFilter) -> Sequence[_Window]:
         """The windows to search, up to the current end of the log. Raises `EventSQLError` for unknown ids."""

@@ -218,6 +218,8 @@ def test_a_topic_without_dead_letters_says_so(platform: EventSQL) -> None:
             use("payments")
         with pytest.raises(TopicNotFoundError, match="topic 'nowhere' does not exist"):
             use("nowhere")
+        with pytest.raises(TopicNotFoundError, match="name the topic of the original events, 'orders'"):
+            use("orders_dlt")
 
 
 # Redriving
