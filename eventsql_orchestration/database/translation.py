@@ -131,7 +131,9 @@ def _unreachable(detail: str) -> str:
         return f"refused the connection ({refused})" + (f": {question}" if question else "")
     if detail == "the connection is closed":
         return "cannot be reached, because the connection was closed before: open another connection, and try again"
-    return f"cannot be reached ({detail}): is the server running, is the URL right?"
+    # libpq asks this, too, after each address that it tried.
+    failed = re.sub(r" Is the server running [^?]*\?", "", detail)
+    return f"cannot be reached ({failed}): is the server running, is the URL right?"
 
 
 def _lost_or_unreachable(sqlstate: str | None, detail: str) -> tuple[type[EventSQLError], str]:

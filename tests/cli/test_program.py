@@ -198,6 +198,7 @@ def test_a_database_that_is_down_is_one_line(invoke: Run, directory: Path, close
         line = one_line(result)
         assert line.startswith(f"postgresql://me:***@127.0.0.1:{closed_port}/x cannot be reached (")
         assert line.endswith("is the server running, is the URL right?")
+        assert "Is the server running" not in line
 
     without_password = f"postgresql://me@127.0.0.1:{closed_port}/x"
     assert one_line(invoke("--dsn", without_password, "lag")).startswith(f"{without_password} cannot be reached (")
