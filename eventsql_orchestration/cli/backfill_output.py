@@ -47,7 +47,7 @@ def drive(driver: BackfillDriver, found: Backfill) -> Outcome:
                 how = f"{runs}{failed}{given_up}"
                 progress.update(task, total=now.events, completed=now.done_events, description=how)
                 failing = f"; {now.failing}" if now.failing else ""
-                line = f"{now.done_events} of {counted(now.events, 'event')} replayed, {how}{failing}"
+                line = f"{now.done_events:,} of {counted(now.events, 'event')} replayed, {how}{failing}"
                 if progress.disable and line != told and time.monotonic() >= told_at + PROGRESS_SECONDS:
                     told, told_at = line, time.monotonic()
                     say(line)

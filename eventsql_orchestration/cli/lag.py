@@ -254,7 +254,7 @@ def _show_by_shard(found: Sequence[tuple[Shard, object]], columns: Columns) -> N
 
 
 QUEUE_COLUMNS: Final[Columns] = {
-    **same("visible"), "in flight": "in_flight", **same("delayed", "blocked", "dead"), "waiting s": "seconds",
+    **same("visible"), "in flight": "in_flight", **same("delayed", "blocked", "dead"), "waiting (s)": "seconds",
 }  # fmt: skip
 """The columns of a queue's messages."""
 

@@ -50,7 +50,7 @@ from eventsql_orchestration.topics.changing import change_compression, change_st
 from eventsql_orchestration.topics.consumer_rows import change_settings, insert_consumer
 from eventsql_orchestration.topics.positions import Start, starting_at
 from eventsql_orchestration.topics.registration import Registration, consumer_registration, topic_registration
-from eventsql_orchestration.validation import check_choice, check_text
+from eventsql_orchestration.validation import check_choice, check_text, counted
 
 
 class ConsumerSettings(TypedDict, total=False):
@@ -141,7 +141,7 @@ class Registry:
 
         lock_topic(connection, topic.name)
         consumers = connection.scalar(select(func.count(_c.eql_name.distinct())).where(_c.eql_topic == topic.name))
-        reason = f"{consumers} consumer(s), whose offsets are per partition" if consumers else None
+        reason = f"{counted(consumers, 'consumer')}, whose offsets are per partition" if consumers else None
         if reason is None and not lock_empty(connection, topic.name):
             reason = "events, whose keys would change their partition"
         if reason is not None:

@@ -201,6 +201,8 @@ def test_a_topic_does_not_lose_its_partitions_with_its_events(run: Run, platform
     assert refused.exit_code == 1
     assert "cannot get no partitions, because it has events" in refused.stderr
     assert platform.registry.topic(topic) == Topic(topic, 2)
+    platform.registry.register_topic(Topic("whole")).register_consumer(Consumer("whole", "mailer"))
+    assert "because it has 1 consumer, whose offsets" in run("topic", "alter", "whole", "--partitions", 2).stderr
 
 
 def test_the_retention_of_a_topic_is_altered_bound_by_bound(run: Run, platform: EventSQL, topic: str) -> None:
