@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import dagster as dg
 import pytest
-import requests
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.claims import Claim
@@ -36,8 +32,8 @@ from eventsql_orchestration.orchestration.owners import airflow_run
 from tests.cli.conftest import Run
 from tests.conftest import Prepared
 from tests.dagster.conftest import migrated
+from tests.dagster.webservers import served
 from tests.forms import stored
-from tests.waiting import wait_until
 
 __all__ = ["migrated"]
 
@@ -211,31 +207,11 @@ def test_status_and_times_come_from_the_instance_of_dagster_home(
     assert found["inputs"], "its claims are in the database"
 
 
-def answers(url: str) -> bool:
-    with suppress(requests.ConnectionError):
-        requests.get(f"{url}/server_info", timeout=60)
-        return True
-    return False
-
-
 @pytest.fixture
 def webserver(pipeline: Pipeline) -> Iterator[str]:
     """Dagster's webserver on the instance of the pipeline; its URL."""
-    port = free_port(0)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "dagster_webserver", "-h", "127.0.0.1", "-p", str(port), "--empty-workspace"],
-        env={**os.environ, "DAGSTER_HOME": str(pipeline.home)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        wait_until(lambda: process.poll() is not None or answers(url), "the webserver answers")
-        assert process.poll() is None
+    with served(pipeline.home) as url:
         yield url
-    finally:
-        process.kill()
-        process.wait(60)
 
 
 def test_a_webserver_is_asked_the_same_and_linked_to(

@@ -27,14 +27,9 @@ mutation ($selector: RepositorySelector!, $name: String!, $key: String!) {
 }
 """
 
-_FAILURE: Final = """
-query ($run: ID!) {
-    runOrError(runId: $run) {
-        ... on Run { eventConnection(limit: 1000) { events {
-            ... on ExecutionStepFailureEvent { error { message cause { message } } }
-        } } }
-    }
-}
+_FAILURES: Final = """
+... on ExecutionStepFailureEvent { error { message cause { message } } }
+... on RunFailureEvent { message }
 """
 
 
@@ -114,10 +109,11 @@ class RemoteDagster(Launcher):
         return ended
 
     def _why(self, run_id: str) -> str:
-        run = self._webserver.ask(_FAILURE, run=run_id)["runOrError"]
-        for entry in run.get("eventConnection", {}).get("events", []):
-            if entry.get("error"):
-                return one_line((entry["error"].get("cause") or entry["error"])["message"])
+        for event in self._webserver.events(run_id, _FAILURES):
+            if error := event.get("error"):
+                return one_line((error.get("cause") or error)["message"])
+            if "message" in event:
+                return one_line(event["message"])
         return "it failed"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -49,6 +49,14 @@ query ($filter: RunsFilter!, $limit: Int) { runsOrError(filter: $filter, limit: 
     ... on PythonError { message }
 } }
 """
+
+_EVENTS: Final = """
+query ($run: ID!, $cursor: String, $limit: Int) { logsForRun(runId: $run, afterCursor: $cursor, limit: $limit) {
+    ... on EventConnection { cursor hasMore events { FIELDS } }
+} }
+"""
+
+_PAGE: Final = 1_000
 
 _HEALTH: Final = "{ instance { daemonHealth { allDaemonStatuses { daemonType required healthy } } } }"
 
@@ -135,6 +143,17 @@ class Webserver:
             )
             for run in found["results"]
         ]
+
+    def events(self, run_id: str, fields: str) -> Iterator[dict[str, Any]]:
+        """These GraphQL fields of each event of a run, oldest first; none if the run was deleted.
+
+        Raises `LocalDagsterError`.
+        """
+        cursor, more = None, True
+        while more:
+            page = self.ask(_EVENTS.replace("FIELDS", fields), run=run_id, cursor=cursor, limit=_PAGE)["logsForRun"]
+            yield from page.get("events", ())
+            cursor, more = page.get("cursor"), page.get("hasMore", False)
 
     def starts_runs(self) -> bool:
         """Whether a daemon takes runs out of the queue, or there is no queue. Raises `LocalDagsterError`."""

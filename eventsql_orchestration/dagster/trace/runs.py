@@ -19,8 +19,6 @@ from eventsql_orchestration.orchestration.trace.runs import RunFacts, RunInput
 TIMEOUT: Final = 30.0
 """Seconds that a webserver may take for one answer."""
 
-PAGE: Final = 1_000
-
 _ENTRIES: Final = """
 metadataEntries { label ... on TextMetadataEntry { text } ... on JsonMetadataEntry { jsonString } }
 """
@@ -32,18 +30,7 @@ query ($run: ID!) { runOrError(runId: $run) {
 } }
 """
 
-_LOGS: Final = f"""
-query ($run: ID!, $cursor: String, $limit: Int) {{ logsForRun(runId: $run, afterCursor: $cursor, limit: $limit) {{
-    ... on EventConnection {{
-        cursor hasMore
-        events {{
-            ... on LoadedInputEvent {{ {_ENTRIES} }}
-            ... on MaterializationEvent {{ {_ENTRIES} }}
-        }}
-    }}
-    ... on PythonError {{ message }}
-}} }}
-"""
+_INPUTS: Final = f"... on LoadedInputEvent {{ {_ENTRIES} }} ... on MaterializationEvent {{ {_ENTRIES} }}"
 
 
 class StoredRuns:
@@ -99,18 +86,9 @@ class ServedRuns:
         )  # fmt: skip
 
     def _inputs(self, run_id: str) -> Iterator[RunInput]:
-        cursor = None
-        while True:
-            page = self._webserver.ask(_LOGS, run=run_id, cursor=cursor, limit=PAGE)["logsForRun"]
-            if "events" not in page:
-                # The run has been deleted since.
-                return
-            for event in page["events"]:
-                entries = event.get("metadataEntries", ())
-                yield from _ranges({entry["label"]: _value(entry) for entry in entries})
-            if not page["hasMore"]:
-                return
-            cursor = page["cursor"]
+        for event in self._webserver.events(run_id, _INPUTS):
+            entries = event.get("metadataEntries", ())
+            yield from _ranges({entry["label"]: _value(entry) for entry in entries})
 
 
 def _value(entry: Mapping[str, Any]) -> object:

@@ -1,0 +1,33 @@
+"""How a running Dagster tells why runs of a backfill failed."""
+
+import dagster as dg
+
+from eventsql_orchestration.dagster.backfills.remote_launcher import RemoteDagster
+from eventsql_orchestration.orchestration.backfills.launcher import Ended
+from tests.dagster.webservers import served
+
+
+@dg.op
+def talkative(context: dg.OpExecutionContext) -> None:
+    for row in range(1_100):
+        context.log.info(f"row {row}")
+    raise ValueError("row 1100 is broken")
+
+
+@dg.job
+def talking() -> None:
+    talkative()
+
+
+def test_the_reason_of_a_failed_run_is_found_behind_its_messages(
+    shared_instance: dg.DagsterInstance, instance_home: str
+) -> None:
+    failed = talking.execute_in_process(instance=shared_instance, raise_on_error=False).run_id
+    lost = shared_instance.create_run_for_job(talking)
+    shared_instance.report_run_failed(lost, "Its machine went away.")
+    with served(instance_home) as url:
+        ended = RemoteDagster(url, "orders", "ledger").ended([failed, lost.run_id])
+    assert ended == {
+        failed: Ended(False, f"ValueError: row 1100 is broken ({url}/runs/{failed})"),
+        lost.run_id: Ended(False, f"Its machine went away. ({url}/runs/{lost.run_id})"),
+    }
