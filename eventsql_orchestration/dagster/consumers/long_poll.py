@@ -29,6 +29,9 @@ MOST_SENSORS: Final = 30
 RESERVED: Final = 3
 """Threads of the daemon and of the code server that are reserved for other ticks and for launching runs."""
 
+_SERVER_LIMITS: Final = ("DAGSTER_GRPC_MAX_WORKERS", "DAGSTER_CODE_SERVER_MAX_WORKERS")
+"""The variables of Dagster for the threads of `dagster api grpc` and of `dagster code-server start`."""
+
 
 def evaluate_and_linger(watch: Watch, platform: EventSQL, context: dg.SensorEvaluationContext) -> Answer:
     """One tick, like `evaluate`. If it finds nothing, it looks again at each notification, for `linger` seconds."""
@@ -62,13 +65,15 @@ def _linger(watch: Watch, platform: EventSQL, look: Callable[[], Answer], answer
     return answer
 
 
-def at_once(settings: Mapping[str, Any], sensors: int = 1, *, cores: int | None = None) -> int:
+def at_once(settings: Mapping[str, Any], sensors: int = 1) -> int:
     """The number of ticks of a code location that may linger at once, by the `sensors` settings of dagster.yaml."""
     if not settings.get("use_threads") or sensors > MOST_SENSORS:
         return 0
-    # The thread pool of Dagster's code server has Python's default size.
-    threads = min(32, (cores or os.cpu_count() or 1) + 4)
-    return max(0, min(settings.get("num_workers") or threads, threads) - RESERVED)
+    # The thread pool of Dagster's code server has Python's default size, unless one of the variables limits it. Since
+    # Python 3.13, that size follows the processors that the process may use.
+    threads = min(32, (getattr(os, "process_cpu_count", os.cpu_count)() or 1) + 4)
+    limits = [int(limit) for name in _SERVER_LIMITS if (limit := os.environ.get(name, "")).isdecimal()]
+    return max(0, min(settings.get("num_workers") or threads, threads, *limits) - RESERVED)
 
 
 class Lingering:
