@@ -18,7 +18,6 @@ from eventsql_orchestration.database.connections import (
     Connection,
     Home,
     begin,
-    driver_connection,
     identity,
     joinable_connection,
     plain_cursors,
@@ -322,18 +321,14 @@ class Database:
 
     def revision(self) -> str | None:
         """The schema's revision, or None if it was never migrated."""
-        with self.errors(), self._pool.alchemy(self.engine) as connection:
-            driver = driver_connection(connection)
-            try:
-                self._role = CurrentRole.of(driver, self.schema)
-                return revision_of(driver, self.schema)
-            except psycopg.Error as error:
-                raise self.meaning(error, driver) from error
+        with self.pooled() as connection:
+            self._role = CurrentRole.of(connection, self.schema)
+            return revision_of(connection, self.schema)
 
     def has_tables(self) -> bool:
         """Whether the schema has tables of the platform, also those of EventSQL's Java library."""
-        with self.errors(), self._pool.alchemy(self.engine) as connection:
-            return has_tables(driver_connection(connection), self.schema)
+        with self.pooled() as connection:
+            return has_tables(connection, self.schema)
 
     @property
     def may_transfer(self) -> bool:

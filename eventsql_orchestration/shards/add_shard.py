@@ -191,11 +191,12 @@ class ShardAddition:
 
     def _bootstrap(self, plan: Addition) -> None:
         """Make a lone database the first shard of a set."""
-        if len(self._old) > 1 or self._old[0].store.state().name is not None:
+        first = self._old[0].store
+        if len(self._old) > 1 or first.state().name is not None:
             return
-        with self._old[0].store.bootstrap() as (state, bootstrap):
+        with first.bootstrap() as (state, connection):
             if state.name is None:
-                bootstrap.become(FIRST, str(uuid.uuid4()), [frozenset(plan.names)], active=True)
+                first.become(connection, FIRST, str(uuid.uuid4()), [frozenset(plan.names)], active=True)
         self._on_step(f"{self._old[0].database} is shard {FIRST!r}")
 
     def _prepare(self, plan: Addition) -> None:
@@ -203,11 +204,11 @@ class ShardAddition:
         assert old.set is not None, "it is a shard"
         generations = [*old.generations[: plan.generation - 1], frozenset({*plan.names, plan.name})]
         self._new.database.ensure_schema()
-        with self._new.store.bootstrap() as (state, bootstrap):
+        with self._new.store.bootstrap() as (state, connection):
             if state.name is None:
                 if state.topics:
                     raise _not_empty(self._new, state)
-                bootstrap.become(plan.name, old.set, generations, active=False)
+                self._new.store.become(connection, plan.name, old.set, generations, active=False)
         define(self._old[0].registry, self._new, active=plan.active)
         self._on_step(f"shard {plan.name!r} is prepared")
 

@@ -128,7 +128,7 @@ def bootstrap(shards: Sequence[Shard]) -> None:
     identities = [shard.store.state().identity for shard in shards]
     # All processes begin with the same database, whatever the order of their URLs.
     first = min(range(len(shards)), key=identities.__getitem__)
-    with shards[first].store.bootstrap() as (_, of_first):
+    with shards[first].store.bootstrap() as (_, connection):
         states = [shard.store.state() for shard in shards]
         compared = compare([(str(shard.database), state) for shard, state in zip(shards, states, strict=True)])
         if compared.incomplete:
@@ -137,9 +137,9 @@ def bootstrap(shards: Sequence[Shard]) -> None:
             generations = (frozenset(names),)
             for position, (shard, state) in enumerate(zip(shards, states, strict=True)):
                 if state.name is None and position != first:
-                    with shard.store.bootstrap() as (_, of_shard):
-                        of_shard.become(names[position], set_id, generations, active=False)
-            of_first.become(names[first], set_id, generations, active=True)
+                    with shard.store.bootstrap() as (_, other):
+                        shard.store.become(other, names[position], set_id, generations, active=False)
+            shards[first].store.become(connection, names[first], set_id, generations, active=True)
     for shard in shards:
         shard.store.activate()
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from eventsql_orchestration.database import Connection, Database, Queries, driver_connection
+from eventsql_orchestration.database.installation import revision_of
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one, query_all
 from eventsql_orchestration.database.sessions import let_last
 from eventsql_orchestration.errors import DatabaseBusyError, DatabaseUnavailableError, ShardSetError
@@ -100,11 +101,11 @@ class ShardStore:
 
     def state(self) -> ShardState:
         """The stored state of the database; nothing is written, not even missing tables."""
-        revision = self._database.revision()
         with self._database.pooled() as connection:
-            return self._state(connection, revision)
+            return self._state(connection)
 
-    def _state(self, connection: Connection, revision: str | None) -> ShardState:
+    def _state(self, connection: Connection) -> ShardState:
+        revision = revision_of(connection, self._database.schema)
         (identity,) = fetch_one(connection, self._queries("identity"))
         if revision is None and fetch_one(connection, self._queries("has_topics"), self._table)[0] is None:
             return ShardState(identity, 0)
@@ -122,12 +123,12 @@ class ShardStore:
         return None if row is None else str(row[0])
 
     @contextmanager
-    def bootstrap(self) -> Iterator[tuple[ShardState, Bootstrap]]:
-        """A transaction in which no other process makes this database a shard; gives its state and a `Bootstrap`."""
+    def bootstrap(self) -> Iterator[tuple[ShardState, Connection]]:
+        """A transaction, for `become`, in which no other process makes this database a shard; gives its state too."""
         with self._database.core() as connection:
             lock_registry(connection)
             driver = driver_connection(connection)
-            state = self._state(driver, self._database.revision())
+            state = self._state(driver)
             captured = fetch_first(driver, Queries("capture", self._database.schema)("any_capture"))
             if state.name is None and captured is not None:
                 table, topic = captured
@@ -136,7 +137,15 @@ class ShardStore:
                     f"{self._database} cannot become a shard: its table {table} is captured to topic {topic!r}, "
                     f"and keys may belong to another shard. `{drop}` ends that"
                 )
-            yield state, Bootstrap(driver, self._queries)
+            yield state, driver
+
+    def become(
+        self, connection: Connection, name: str, set_id: str, generations: Sequence[frozenset[str]], *, active: bool
+    ) -> None:
+        """Give the database this name among the shards of these generations."""
+        connection.execute(self._queries("become"), {"name": name, "set": set_id, "active": active})
+        for number, names in enumerate(generations, start=1):
+            connection.execute(self._queries("add_generation"), {"generation": number, "shards": sorted(names)})
 
     def activate(self) -> None:
         """Let this shard take events. For a new shard, this row decides the addition."""
@@ -174,7 +183,7 @@ class ShardStore:
         with self._database.core() as connection:
             lock_registry(connection)
             driver = driver_connection(connection)
-            state = self._state(driver, self._database.revision())
+            state = self._state(driver)
             if state.generation >= generation:
                 if state.generations[generation - 1] != frozenset(names):
                     raise ShardSetError(
@@ -239,17 +248,3 @@ def first_shard(databases: Iterable[Database]) -> str | None:
         with suppress(DatabaseUnavailableError):
             return ShardStore(database).state().first
     return ShardStore(last).state().first
-
-
-class Bootstrap:
-    """Makes a database a shard, in a transaction that prevents other processes from doing so."""
-
-    def __init__(self, connection: Connection, queries: Queries) -> None:
-        self._connection = connection
-        self._queries = queries
-
-    def become(self, name: str, set_id: str, generations: Sequence[frozenset[str]], *, active: bool) -> None:
-        """Give the database this name among the shards of these generations."""
-        self._connection.execute(self._queries("become"), {"name": name, "set": set_id, "active": active})
-        for number, names in enumerate(generations, start=1):
-            self._connection.execute(self._queries("add_generation"), {"generation": number, "shards": sorted(names)})

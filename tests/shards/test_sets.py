@@ -188,10 +188,10 @@ def test_a_shard_that_is_closed_while_its_state_is_read_keeps_no_connection(
 ) -> None:
     read, taken = ShardStore._state, list[Connection]()
 
-    def close_first(store: ShardStore, connection: Connection, revision: str | None) -> ShardState:
+    def close_first(store: ShardStore, connection: Connection) -> ShardState:
         taken.append(connection)
         shard.close()
-        return read(store, connection, revision)
+        return read(store, connection)
 
     monkeypatch.setattr(ShardStore, "_state", close_first)
     with Shard(dsn, transfer=False) as shard:
