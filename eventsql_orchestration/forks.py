@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
@@ -26,6 +27,17 @@ def after_fork(owner: Owner, begin_anew: Callable[[Owner], None]) -> None:
     threads, which do not exist there, and takes new locks: a thread of the parent can have held the old locks.
     """
     _BEGIN_ANEW[owner] = begin_anew
+
+
+class ProcessLock:
+    """A lock of this process. A forked process has another, which is free."""
+
+    def __init__(self) -> None:
+        self._begin_anew()
+        after_fork(self, ProcessLock._begin_anew)
+
+    def _begin_anew(self) -> None:
+        self.lock = threading.Lock()
 
 
 def _begin_anew() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
@@ -14,7 +13,7 @@ from weakref import WeakValueDictionary
 from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.client.registry import ClusterRegistry
 from eventsql_orchestration.errors import EventSQLError, PublisherClosedError, WrongShardError
-from eventsql_orchestration.forks import after_fork
+from eventsql_orchestration.forks import ProcessLock, after_fork
 from eventsql_orchestration.model import Placement, Publication, Topic
 from eventsql_orchestration.publishing.async_publisher import AsyncCollector
 from eventsql_orchestration.publishing.batches import check_publication
@@ -63,23 +62,18 @@ class _PerShard(Generic[AnyCollector]):
         self._cluster = cluster
         self._registry = registry
         self._make: Callable[[BatchPublisher, Registry], AnyCollector] = make
-        self._lock = threading.Lock()
+        self._turn = ProcessLock()
         self._of: dict[Shard, AnyCollector] = {}
         self.closed = False
         self.lone: AnyCollector | None = None
         if cluster.lone is not None:
             self.lone = make(cluster.lone.publisher, cluster.lone.registry)
-        after_fork(self, _PerShard._after_fork)
-
-    def _after_fork(self) -> None:
-        """See `forks`."""
-        self._lock = threading.Lock()
 
     def on(self, shard: Shard) -> AnyCollector:
         """The collector of a shard. Raises `PublisherClosedError`."""
         found = self._of.get(shard)
         if found is None:
-            with self._lock:
+            with self._turn.lock:
                 if self.closed:
                     raise PublisherClosedError
                 if shard not in self._of:
@@ -103,7 +97,7 @@ class _PerShard(Generic[AnyCollector]):
 
     def close(self) -> list[AnyCollector]:
         """Make no more collectors; gives the existing collectors."""
-        with self._lock:
+        with self._turn.lock:
             self.closed = True
         return self.all()
 

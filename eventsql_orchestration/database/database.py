@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
 from typing import Any, Final, TypeVar
@@ -43,7 +42,7 @@ from eventsql_orchestration.errors import (
     EventSQLError,
     SchemaOutdatedError,
 )
-from eventsql_orchestration.forks import after_fork
+from eventsql_orchestration.forks import ProcessLock
 from eventsql_orchestration.model import check_schema_name
 from eventsql_orchestration.validation import DEFAULT_SCHEMA, check_kind
 
@@ -86,13 +85,12 @@ class Database:
         self.schema = check_schema_name(schema)
         self._migrate = migrate
         self._ready = False
-        self._ready_lock = threading.Lock()
+        self._turn = ProcessLock()
         self._role: CurrentRole | None = None
         options = {"application_name": application_name, "connect_timeout": 10, **SILENCE}
         self._connect_args = {name: value for name, value in options.items() if name not in self.url.query}
         self._home = Home()
         self._pool = Pool(self.url, self._connect_args, size=pool_size, overflow=max_overflow, note=self._home.note)
-        after_fork(self, Database._after_fork)
 
     def __repr__(self) -> str:
         return f"Database({self})"
@@ -300,7 +298,7 @@ class Database:
         """
         self.check_open()
         if not self._ready:
-            with self._ready_lock:
+            with self._turn.lock:
                 if not self._ready:
                     self._check_schema()
                     self._ready = True
@@ -380,10 +378,6 @@ class Database:
     def close(self) -> None:
         """Close every pooled connection. One in use is closed when it is given back. Later uses raise `ClosedError`."""
         self._pool.close()
-
-    def _after_fork(self) -> None:
-        """See `forks`."""
-        self._ready_lock = threading.Lock()
 
     def __enter__(self) -> Database:
         self.open()

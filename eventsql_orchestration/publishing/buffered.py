@@ -10,7 +10,7 @@ from typing import Final
 
 from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.errors import EventSQLError, ValidationError
-from eventsql_orchestration.forks import after_fork
+from eventsql_orchestration.forks import ProcessLock
 from eventsql_orchestration.model import Placement, Publication
 from eventsql_orchestration.publishing.batches import check_publication
 from eventsql_orchestration.publishing.buffer_limits import BufferLimits
@@ -167,19 +167,8 @@ class Acknowledgement:
             self._call(callback)
 
 
-class _Watching:
-    """One lock for all acknowledgements, held for a moment to begin waiting and to become done."""
-
-    def __init__(self) -> None:
-        self._after_fork()
-        after_fork(self, _Watching._after_fork)
-
-    def _after_fork(self) -> None:
-        """See `forks`."""
-        self.lock = threading.Lock()
-
-
-_watching: Final = _Watching()
+_watching: Final = ProcessLock()
+"""The lock of all acknowledgements, held for a moment to begin waiting and to become done."""
 
 
 def _settle(acknowledgements: Sequence[Acknowledgement], outcome: Outcome) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 from contextlib import AbstractContextManager
 from importlib import resources
 from pathlib import Path
@@ -14,7 +13,7 @@ from sqlalchemy import Connection
 from eventsql_orchestration.database.connections import driver_connection
 from eventsql_orchestration.database.installation import REGISTRY_LOCK
 from eventsql_orchestration.database.sessions import let_last
-from eventsql_orchestration.forks import after_fork
+from eventsql_orchestration.forks import ProcessLock
 
 # Alembic takes 0.25 s to import, and only a schema that is not current needs it.
 if TYPE_CHECKING:
@@ -52,18 +51,8 @@ $$;
 _ADVISORY_LOCK: Final = 0x6576_656E_7473_716C  # "eventsql"
 
 
-class _Turns:
-    """Lets one thread of this process migrate at a time: Alembic keeps the current migration in globals."""
-
-    def __init__(self) -> None:
-        self._after_fork()
-        after_fork(self, _Turns._after_fork)
-
-    def _after_fork(self) -> None:
-        self.lock = threading.Lock()
-
-
-_TURNS: Final = _Turns()
+_TURNS: Final = ProcessLock()
+"""Lets one thread of this process migrate at a time: Alembic keeps the current migration in globals."""
 
 
 def _config() -> Config:
