@@ -39,12 +39,12 @@ def microseconds(time: datetime) -> int:
 
 def encode_time(time: datetime) -> bytes:
     """A timestamptz."""
-    return microseconds(time).to_bytes(8, signed=True)
+    return encode_bigint(microseconds(time))
 
 
 def decode_time(raw: bytes | None) -> datetime:
     """A timestamptz, in UTC."""
-    return _EPOCH + timedelta(0, 0, int.from_bytes(raw or b"", signed=True))
+    return _EPOCH + timedelta(0, 0, decode_bigint(raw))
 
 
 def decode_text(raw: bytes | None) -> str:

@@ -7,13 +7,12 @@ A `SingleStatement` takes such an array as it is. A psycopg cursor takes it afte
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from itertools import chain, repeat
 from typing import Any, Final
 
 import psycopg
-from psycopg.abc import AdaptContext
 from psycopg.adapt import Dumper
 from psycopg.pq import Format
 
@@ -28,73 +27,39 @@ _FLOAT: Final = 701
 _TIME: Final = 1184
 
 
-class BytesArray(bytes):
-    """An encoded `bytea[]`."""
+class EncodedArray(bytes):
+    """An array in the server's format. The statement names its type, as in `%(ids)s::bigint[]`."""
 
 
-class TextArray(bytes):
-    """An encoded `text[]`."""
-
-
-class BigintArray(bytes):
-    """An encoded `bigint[]`."""
-
-
-class IntegerArray(bytes):
-    """An encoded `integer[]`."""
-
-
-class FloatArray(bytes):
-    """An encoded `double precision[]`."""
-
-
-class TimeArray(bytes):
-    """An encoded `timestamptz[]`."""
-
-
-_ARRAY_OIDS: Final[Mapping[type, int]] = {
-    BytesArray: 1001,
-    TextArray: 1009,
-    BigintArray: 1016,
-    IntegerArray: 1007,
-    FloatArray: 1022,
-    TimeArray: 1185,
-}
-
-
-class _ArrayDumper(Dumper):
+class _AsItIs(Dumper):
     format = Format.BINARY
-
-    def __init__(self, cls: type, context: AdaptContext | None = None) -> None:
-        super().__init__(cls, context)
-        self.oid = _ARRAY_OIDS[cls]
 
     def dump(self, obj: bytes) -> bytes:
         return obj
 
 
-def bytes_array(values: Iterable[bytes]) -> BytesArray:
-    return BytesArray(encode_array(values, of=_BYTEA))
+def bytes_array(values: Iterable[bytes]) -> EncodedArray:
+    return EncodedArray(encode_array(values, of=_BYTEA))
 
 
-def text_array(values: Iterable[str | None]) -> TextArray:
-    return TextArray(encode_array((None if value is None else value.encode() for value in values), of=_TEXT))
+def text_array(values: Iterable[str | None]) -> EncodedArray:
+    return EncodedArray(encode_array((None if value is None else value.encode() for value in values), of=_TEXT))
 
 
-def bigint_array(values: Sequence[int]) -> BigintArray:
-    return BigintArray(_numbers(_BIGINT, "iq", 8, values))
+def bigint_array(values: Sequence[int]) -> EncodedArray:
+    return _numbers(_BIGINT, "iq", 8, values)
 
 
-def integer_array(values: Sequence[int]) -> IntegerArray:
-    return IntegerArray(_numbers(_INTEGER, "ii", 4, values))
+def integer_array(values: Sequence[int]) -> EncodedArray:
+    return _numbers(_INTEGER, "ii", 4, values)
 
 
-def float_array(values: Sequence[float]) -> FloatArray:
-    return FloatArray(_numbers(_FLOAT, "id", 8, values))
+def float_array(values: Sequence[float]) -> EncodedArray:
+    return _numbers(_FLOAT, "id", 8, values)
 
 
-def time_array(values: Iterable[datetime | None]) -> TimeArray:
-    return TimeArray(encode_array((None if value is None else encode_time(value) for value in values), of=_TIME))
+def time_array(values: Iterable[datetime | None]) -> EncodedArray:
+    return EncodedArray(encode_array((None if value is None else encode_time(value) for value in values), of=_TIME))
 
 
 def decode_bigints(array: bytes) -> list[int]:
@@ -103,15 +68,15 @@ def decode_bigints(array: bytes) -> list[int]:
     return [number for _, number in struct.iter_unpack(">iq", array[ARRAY_HEADER.size :])]
 
 
-def _numbers(oid: int, element: str, size: int, values: Sequence[float]) -> bytes:
+def _numbers(oid: int, element: str, size: int, values: Sequence[float]) -> EncodedArray:
     flat = chain.from_iterable(zip(repeat(size), values, strict=False))
     try:
-        return ARRAY_HEADER.pack(1, 0, oid, len(values), 1) + struct.pack(f">{element * len(values)}", *flat)
+        elements = struct.pack(f">{element * len(values)}", *flat)
     except struct.error:
         raise ValidationError("a message has an id or a receipt that no queue has given out") from None
+    return EncodedArray(ARRAY_HEADER.pack(1, 0, oid, len(values), 1) + elements)
 
 
 def adapt_arrays(cursor: psycopg.Cursor[Any]) -> None:
     """Let a cursor take such arrays as parameters; the caller's connection does not change."""
-    for array in _ARRAY_OIDS:
-        cursor.adapters.register_dumper(array, _ArrayDumper)
+    cursor.adapters.register_dumper(EncodedArray, _AsItIs)
