@@ -8,14 +8,16 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from typing import Final
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Final, TypeVar
 
 import psycopg
 
 from eventsql_orchestration.database import Connection, is_pooled
 from eventsql_orchestration.errors import ClaimLostError, EventSQLError
 from eventsql_orchestration.threads import join_all, start_thread
+
+Held = TypeVar("Held")
 
 logger = logging.getLogger(__name__)
 
@@ -33,48 +35,35 @@ class Cancellation:
     def __init__(self, stopping: threading.Event | None = None) -> None:
         self.stopping = stopping or threading.Event()
         self._lock = threading.Lock()
-        self._cancelled = False
+        self.cancelled = False
         self._connections: list[Connection] = []
         self._leases: list[tuple[threading.Event, Callable[[], object]]] = []
 
-    @property
-    def cancelled(self) -> bool:
-        return self._cancelled
-
-    @contextmanager
-    def connection(self, connection: Connection) -> Iterator[None]:
+    def connection(self, connection: Connection) -> AbstractContextManager[None]:
         """Have `cancel` roll back the transaction on `connection`. Raises `ClaimLostError` after `cancel`."""
-        with self._lock:
-            self._check()
-            self._connections.append(connection)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._connections.remove(connection)
+        return self._among(self._connections, connection)
+
+    def lease(self, lost: threading.Event, release: Callable[[], object]) -> AbstractContextManager[None]:
+        """Have `cancel` set `lost` and call `release`. Raises as `connection`."""
+        return self._among(self._leases, (lost, release))
 
     @contextmanager
-    def lease(self, lost: threading.Event, release: Callable[[], object]) -> Iterator[None]:
-        """Have `cancel` set `lost` and call `release`. Raises as `connection`."""
-        held = (lost, release)
+    def _among(self, held: list[Held], one: Held) -> Iterator[None]:
         with self._lock:
-            self._check()
-            self._leases.append(held)
+            if self.cancelled:
+                raise ClaimLostError("the consumption was stopped and had to give its partitions up")
+            held.append(one)
         try:
             yield
         finally:
             with self._lock:
-                self._leases.remove(held)
-
-    def _check(self) -> None:
-        if self._cancelled:
-            raise ClaimLostError("the consumption was stopped and had to give its partitions up")
+                held.remove(one)
 
     def cancel(self) -> None:
         """Roll back every transaction and release every lease. The handlers find out by their next statement."""
         releases: list[Callable[[], object]] = []
         with self._lock:
-            self._cancelled = True
+            self.cancelled = True
             # Hold the lock: a connection may belong to somebody else once its batch has finished with it.
             releases += filter(None, map(_shut, self._connections))
             for lost, release in self._leases:

@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from typing import Final, Unpack
+from typing import Final, TypeVar, Unpack
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.consuming.batch import Batch, BatchResult, BatchRunner
@@ -27,6 +27,7 @@ from eventsql_orchestration.consuming.worker_pool import (
     MAX_WORKERS,
     Batching,
     Consumption,
+    Look,
     Poll,
     PollOptions,
     PollOutcome,
@@ -42,6 +43,8 @@ from eventsql_orchestration.storage.reading import LogReader
 from eventsql_orchestration.topics.layouts import Layouts
 from eventsql_orchestration.topics.registry import Registry
 from eventsql_orchestration.validation import Duration, check_seconds, check_whole
+
+AnyRunning = TypeVar("AnyRunning", bound=Running)
 
 SINGLE_BATCH: Final = 100
 """Events that a consumer of single events reads at a time; each has its own savepoint."""
@@ -192,33 +195,34 @@ class Consumers:
             )
         seconds = check_seconds("lease", lease, zero=False)
         keys = self._keys(topic, consumer)
-        partitioned = keys[0].partition != NOT_PARTITIONED
         deliveries = Deliveries(
             self._database, self._dead_letters, topic, consumer, by_key=by_key, lease=seconds,
             most=check_whole("max_unacknowledged", max_unacknowledged, least=1, most=MOST_ROWS),
         )  # fmt: skip
-        started = QueueConsumption(
-            deliveries, handler, name=f"consumer {consumer!r} of topic {topic!r}", topic=topic,
-            partitions=[key.partition for key in keys],
-            look=lambda asked: self._ready(topic, consumer, asked, partitioned=partitioned), workers=workers,
-            lease=seconds, polling_delay=check_seconds("polling_delay", polling_delay, zero=False),
-            listener=self._listener,
+        return self._runs(
+            QueueConsumption(
+                deliveries, handler, name=f"consumer {consumer!r} of topic {topic!r}", topic=topic,
+                partitions=[key.partition for key in keys], look=self._look(keys), workers=workers,
+                lease=seconds, polling_delay=check_seconds("polling_delay", polling_delay, zero=False),
+                listener=self._listener,
+            )
         )  # fmt: skip
-        with self._running_lock:
-            self._running.add(started)
-        return started
 
-    def _start(
-        self, topic: str, consumer: str, poll: Poll,
-        options: PollOptions, workers: int,
-    ) -> Consumption:  # fmt: skip
+    def _start(self, topic: str, consumer: str, poll: Poll, options: PollOptions, workers: int) -> Consumption:
         keys = self._keys(topic, consumer)
-        partitioned = keys[0].partition != NOT_PARTITIONED
-        started = Consumption(
-            keys, look=lambda asked: self._ready(topic, consumer, asked, partitioned=partitioned), poll=poll,
-            polling_delay=options.polling_delay, workers=workers,
-            listener=self._listener, throttle=self.throttles.of(topic, consumer),
+        return self._runs(
+            Consumption(
+                keys, look=self._look(keys), poll=poll, polling_delay=options.polling_delay, workers=workers,
+                listener=self._listener, throttle=self.throttles.of(topic, consumer),
+            )
         )  # fmt: skip
+
+    def _look(self, keys: Sequence[ConsumerPartition]) -> Look:
+        key = keys[0]
+        partitioned = key.partition != NOT_PARTITIONED
+        return lambda asked: self._ready(key.topic, key.consumer, asked, partitioned=partitioned)
+
+    def _runs(self, started: AnyRunning) -> AnyRunning:
         with self._running_lock:
             self._running.add(started)
         return started
