@@ -133,8 +133,8 @@ class ClusterDeadLetters:
         """The oldest selected dead letters of `topic`, all of them unless `redriven` is given.
 
         True selects those that were redriven or dismissed, and False the open ones: they are not erased either. Each
-        letter has its shard if there are several. Raises `TopicNotFoundError`
-        if the topic has no dead letter topic, `EventSQLError` for ids that no letter has.
+        letter has its shard if there are several. Raises `TopicNotFoundError` if the topic has no dead letter topic,
+        and `EventSQLError` for ids that no letter has.
         """
         if self._lone is not None:
             return self._lone.list(topic, letters, limit=limit, redriven=redriven)
