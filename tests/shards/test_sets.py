@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict
 
 from eventsql_orchestration import Consumer, EventFilter, EventSQL, Publication, Shard, Topic
-from eventsql_orchestration.database import Connection
+from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.errors import (
     ClosedError,
     DatabaseUnavailableError,
@@ -198,6 +199,16 @@ def test_a_shard_that_is_closed_while_its_state_is_read_keeps_no_connection(
         assert shard.store.state().topics == 0
     (connection,) = taken
     assert connection.closed
+
+
+def test_a_database_becomes_a_shard_on_one_connection(databases: Databases) -> None:
+    (dsn,) = databases(1)
+    with Database(dsn, pool_size=1, max_overflow=0) as database:
+        store = ShardStore(database)
+        with store.bootstrap() as (state, connection):
+            assert state.name is None
+            store.become(connection, "one", str(uuid.uuid4()), [frozenset({"one"})], active=True)
+        assert store.state().name == "one"
 
 
 def test_an_erasure_on_one_of_several_shards_is_refused(databases: Databases, opened: Open) -> None:
