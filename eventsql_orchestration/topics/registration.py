@@ -28,14 +28,9 @@ def topic_registration(before: Topic | None, after: Topic) -> Registration:
     name = f"topic {after.name!r}"
     if before is None:
         return Registration(name, created=True)
-    return Registration(
-        name,
-        created=False,
-        changes=(
-            *_change("partitions", [before.partitions], [after.partitions]),
-            *_change("retention", [_kept(before.retention)], [_kept(after.retention)]),
-        ),
-    )
+    partitions = _change("partitions", [before.partitions], [after.partitions])
+    retention = _change("retention", [_kept(before.retention)], [_kept(after.retention)])
+    return Registration(name, created=False, changes=(*partitions, *retention))
 
 
 def consumer_registration(
@@ -45,14 +40,9 @@ def consumer_registration(
     name = f"consumer {consumer.name!r} of topic {consumer.topic!r}"
     if not before:
         return Registration(name, created=True)
-    return Registration(
-        name,
-        created=False,
-        changes=(
-            *_change("max attempts", [each.max_attempts for each in before], [each.max_attempts for each in after]),
-            *_change("filter", map(_filtered, before), map(_filtered, after)),
-        ),
-    )
+    attempts = _change("max attempts", [each.max_attempts for each in before], [each.max_attempts for each in after])
+    filters = _change("filter", map(_filtered, before), map(_filtered, after))
+    return Registration(name, created=False, changes=(*attempts, *filters))
 
 
 def merged(of_shards: Sequence[Registration]) -> Registration:
