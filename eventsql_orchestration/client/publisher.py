@@ -13,13 +13,7 @@ from eventsql_orchestration.client.registry import ClusterRegistry
 from eventsql_orchestration.client.streaming import publish_stream, raise_first
 from eventsql_orchestration.database import CallersConnection
 from eventsql_orchestration.database.connections import joinable_connection
-from eventsql_orchestration.errors import (
-    EventSQLError,
-    RedefinitionError,
-    RegistryError,
-    ShardError,
-    WrongShardError,
-)
+from eventsql_orchestration.errors import EventSQLError, RedefinitionError, RegistryError, ShardError, WrongShardError
 from eventsql_orchestration.model import Placement, Publication, Topic
 from eventsql_orchestration.publishing.batches import check_publication, read_ahead, refusing_rollback
 from eventsql_orchestration.publishing.handed_out import ParamStyle, Statement

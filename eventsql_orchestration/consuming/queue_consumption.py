@@ -21,12 +21,7 @@ from eventsql_orchestration.consuming.running import Running
 from eventsql_orchestration.consuming.tracebacks import logger_of_errors
 from eventsql_orchestration.consuming.worker_pool import FAULT_DELAY, IDLE_POLLING
 from eventsql_orchestration.database.notifications import LOG, Listener
-from eventsql_orchestration.errors import (
-    ClaimLostError,
-    DatabaseBusyError,
-    DatabaseUnavailableError,
-    EventSQLError,
-)
+from eventsql_orchestration.errors import ClaimLostError, DatabaseBusyError, DatabaseUnavailableError, EventSQLError
 from eventsql_orchestration.threads import join_all, others_alive, start_thread
 
 logger = logger_of_errors(__name__)

@@ -28,13 +28,7 @@ from eventsql_orchestration.database.pool import Pool, plain
 from eventsql_orchestration.database.queries import statement
 from eventsql_orchestration.database.sessions import ISOLATION, connect
 from eventsql_orchestration.database.single_statement import RawRow, SingleStatement
-from eventsql_orchestration.database.translation import (
-    describe,
-    driver_error,
-    ran_by_us,
-    translate,
-    translate_own,
-)
+from eventsql_orchestration.database.translation import describe, driver_error, ran_by_us, translate, translate_own
 from eventsql_orchestration.database.urls import connect_arguments, label, parse_dsn, render, split_direct
 from eventsql_orchestration.errors import (
     ConfigurationError,

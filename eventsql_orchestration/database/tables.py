@@ -8,19 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from sqlalchemy import (
-    BigInteger,
-    Boolean,
-    Column,
-    DateTime,
-    Double,
-    Integer,
-    MetaData,
-    SmallInteger,
-    Table,
-    Text,
-    text,
-)
+from sqlalchemy import BigInteger, Boolean, Column, DateTime, Double, Integer, MetaData, SmallInteger, Table, Text, text
 from sqlalchemy.dialects.postgresql import ARRAY, JSON, UUID
 
 DROPPED: Final = "eventsql: dropped by retention"

@@ -27,12 +27,7 @@ from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Connection, Database, Queries, replaced_tables
 from eventsql_orchestration.database.role_statements import act_as_owner
 from eventsql_orchestration.database.sessions import let_last, wait_at_most
-from eventsql_orchestration.errors import (
-    DatabaseBusyError,
-    EventSQLError,
-    PermissionDeniedError,
-    RegistryError,
-)
+from eventsql_orchestration.errors import DatabaseBusyError, EventSQLError, PermissionDeniedError, RegistryError
 from eventsql_orchestration.model import BLOCKS, Topic
 from eventsql_orchestration.retry import Backoff
 from eventsql_orchestration.storage import exchanging, log_form, segments

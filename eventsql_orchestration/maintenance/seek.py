@@ -14,12 +14,7 @@ from eventsql_orchestration.consumer import ConsumerState
 from eventsql_orchestration.consuming.partition import ConsumerPartition
 from eventsql_orchestration.database import Database, Queries, driver_connection
 from eventsql_orchestration.database.held_by_handlers import check_not_held
-from eventsql_orchestration.errors import (
-    ConsumerNotFoundError,
-    DatabaseBusyError,
-    EventSQLError,
-    PartitionLeasedError,
-)
+from eventsql_orchestration.errors import ConsumerNotFoundError, DatabaseBusyError, EventSQLError, PartitionLeasedError
 from eventsql_orchestration.model import NOT_PARTITIONED
 from eventsql_orchestration.publishing.transfer import Announce
 from eventsql_orchestration.sharding import HELD

@@ -15,16 +15,6 @@ from eventsql_orchestration.queue.values import (
 )
 
 __all__ = [
-    "ArchivedMessage",
-    "AsyncQueue",
-    "Message",
-    "NewMessage",
-    "PeekedMessage",
-    "Queue",
-    "QueueDefinition",
-    "QueueDepth",
-    "QueueOptions",
-    "QueueStatistics",
-    "drop_expired_archives",
-    "list_queues",
-]
+    "ArchivedMessage", "AsyncQueue", "Message", "NewMessage", "PeekedMessage", "Queue", "QueueDefinition", "QueueDepth",
+    "QueueOptions", "QueueStatistics", "drop_expired_archives", "list_queues",
+]  # fmt: skip

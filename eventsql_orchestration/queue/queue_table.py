@@ -25,19 +25,10 @@ from eventsql_orchestration.errors import (
     RedefinitionError,
     ValidationError,
 )
-from eventsql_orchestration.queue.arrays import (
-    adapt_arrays,
-    bigint_array,
-    decode_bigints,
-    integer_array,
-)
+from eventsql_orchestration.queue.arrays import adapt_arrays, bigint_array, decode_bigints, integer_array
 from eventsql_orchestration.queue.options import QueueOptions
 from eventsql_orchestration.queue.rows import columns_of, held, received
-from eventsql_orchestration.queue.values import (
-    Message,
-    NewMessage,
-    QueueDefinition,
-)
+from eventsql_orchestration.queue.values import Message, NewMessage, QueueDefinition
 from eventsql_orchestration.threads import after_commit
 
 QUEUE: Final = "queue"

@@ -15,28 +15,8 @@ from eventsql_orchestration.store.store import AggregateInfo, Store
 from eventsql_orchestration.store.subscription import Subscription, SubscriptionOptions
 
 __all__ = [
-    "Aggregate",
-    "AggregateInfo",
-    "Archived",
-    "Change",
-    "Comparison",
-    "EventAggregate",
-    "EventType",
-    "Events",
-    "ExpectedVersion",
-    "Fill",
-    "Filling",
-    "Projection",
-    "Projections",
-    "Rebuild",
-    "RecordedChange",
-    "Repository",
-    "Snapshot",
-    "SnapshottingAggregate",
-    "Store",
-    "StoreCheckpoint",
-    "StoreDeadLetter",
-    "Subscription",
-    "SubscriptionLag",
-    "SubscriptionOptions",
-]
+    "Aggregate", "AggregateInfo", "Archived", "Change", "Comparison", "EventAggregate", "EventType", "Events",
+    "ExpectedVersion", "Fill", "Filling", "Projection", "Projections", "Rebuild", "RecordedChange", "Repository",
+    "Snapshot", "SnapshottingAggregate", "Store", "StoreCheckpoint", "StoreDeadLetter", "Subscription",
+    "SubscriptionLag", "SubscriptionOptions",
+]  # fmt: skip

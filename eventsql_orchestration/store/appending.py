@@ -12,12 +12,7 @@ from eventsql_orchestration.database import CallersConnection, Connection, Datab
 from eventsql_orchestration.database.binary import encode_array
 from eventsql_orchestration.database.rows import fetch_first
 from eventsql_orchestration.database.single_statement import RawRow, SingleStatement, fetch_raw
-from eventsql_orchestration.errors import (
-    AggregateClosedError,
-    ConcurrentAppendError,
-    DatabaseError,
-    ValidationError,
-)
+from eventsql_orchestration.errors import AggregateClosedError, ConcurrentAppendError, DatabaseError, ValidationError
 from eventsql_orchestration.store.change import Change, encode_metadata
 from eventsql_orchestration.validation import check_whole, shown
 

@@ -11,16 +11,7 @@ from eventsql_orchestration.database.rows import fetch_one
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.model import NOT_PARTITIONED
 from eventsql_orchestration.storage.reading import LogReader
-from eventsql_orchestration.topics.positions import (
-    AtOffset,
-    AtTime,
-    Back,
-    Earliest,
-    Latest,
-    Place,
-    Position,
-    ShiftBy,
-)
+from eventsql_orchestration.topics.positions import AtOffset, AtTime, Back, Earliest, Latest, Place, Position, ShiftBy
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,14 +15,7 @@ from eventsql_orchestration.database import CallersConnection, Database
 from eventsql_orchestration.database.binary import encode_bigint, encode_jsonb, encode_time
 from eventsql_orchestration.database.single_statement import SingleStatement
 from eventsql_orchestration.errors import ValidationError
-from eventsql_orchestration.validation import (
-    check_kind,
-    check_name,
-    check_range,
-    check_text,
-    check_whole,
-    encode_json,
-)
+from eventsql_orchestration.validation import check_kind, check_name, check_range, check_text, check_whole, encode_json
 from eventsql_orchestration.views.definitions import Logs
 from eventsql_orchestration.views.following import LogFollower
 from eventsql_orchestration.views.log_values import LogEntry, LogLine
