@@ -74,23 +74,22 @@ WHERE m.eql_id = %(id)s AND m.eql_queue = %(queue)s AND m.eql_receipt = %(receip
 RETURNING CASE WHEN q.eql_max_receives <= (m.eql_receives - m.eql_unhandled) THEN d.eql_name END,
           CASE WHEN m.eql_in_order AND %(delay)s > 0 THEN {schema}.promote_keys(m.eql_queue, ARRAY[m.eql_key]) END;
 
--- give_back -- Makes held messages visible for another receiver; their receive does not count.
-UPDATE {schema}.queue_message
-SET eql_unhandled = eql_unhandled + 1, eql_visible_at = clock_timestamp(), eql_receipt = NULL
-FROM (
-    SELECT given.id, given.receipt FROM unnest(%(ids)s::bigint[], %(receipts)s::int[]) AS given (id, receipt)
-    ORDER BY given.id
-) held
-WHERE eql_id = held.id AND eql_queue = %(queue)s AND eql_receipt = held.receipt;
-
--- extend -- Lets held messages stay invisible for longer; returns the messages that are held.
-UPDATE {schema}.queue_message
-SET eql_visible_at = clock_timestamp() + make_interval(secs => %(seconds)s)
+-- part held -- The messages that a receiver holds, in the order of their ids.
 FROM (
     SELECT given.id, given.receipt FROM unnest(%(ids)s::bigint[], %(receipts)s::int[]) AS given (id, receipt)
     ORDER BY given.id
 ) held
 WHERE eql_id = held.id AND eql_queue = %(queue)s AND eql_receipt = held.receipt
+
+-- give_back -- Makes held messages visible for another receiver; their receive does not count.
+UPDATE {schema}.queue_message
+SET eql_unhandled = eql_unhandled + 1, eql_visible_at = clock_timestamp(), eql_receipt = NULL
+{held};
+
+-- extend -- Lets held messages stay invisible for longer; returns the messages that are held.
+UPDATE {schema}.queue_message
+SET eql_visible_at = clock_timestamp() + make_interval(secs => %(seconds)s)
+{held}
 RETURNING eql_id;
 
 -- due -- Seconds until the next message that is not visible yet becomes visible. No row where there is no such queue.

@@ -69,6 +69,10 @@ DELETE FROM {schema}.store_subscription WHERE eql_name = %(name)s;
 -- may_read_lag -- Whether this role may read these tables.
 SELECT bool_and(has_table_privilege(each, 'SELECT')) FROM unnest(%(tables)s::regclass[]) AS each;
 
+-- part followed -- Whether a subscription reads a change.
+(s.eql_types IS NULL OR change.eql_type = ANY (s.eql_types))
+AND (s.eql_kinds IS NULL OR change.eql_kind = ANY (s.eql_kinds))
+
 -- lag -- How far each subscription is behind: changes that can be read, counted up to a limit; committed changes beyond the
 -- horizon; the age of the oldest change that it has not handled; changes that were given up.
 SELECT s.eql_name, s.eql_transaction::text, s.eql_position, s.eql_handled, s.eql_attempts, s.eql_failure,
@@ -78,32 +82,28 @@ SELECT s.eql_name, s.eql_transaction::text, s.eql_position, s.eql_handled, s.eql
                SELECT FROM {schema}.aggregate_change change
                WHERE (change.eql_transaction, change.eql_position) > (s.eql_transaction, s.eql_position)
                  AND change.eql_transaction < pg_snapshot_xmin(pg_current_snapshot())
-                 AND (s.eql_types IS NULL OR change.eql_type = ANY (s.eql_types))
-                 AND (s.eql_kinds IS NULL OR change.eql_kind = ANY (s.eql_kinds))
+                 AND {followed}
                LIMIT %(limit)s
            ) readable
        ) + (
            SELECT count(*) FROM (
                SELECT FROM {adopted}
                WHERE s.eql_transaction = '0'::xid8 AND adopted.eql_position > s.eql_position
-                 AND (s.eql_types IS NULL OR change.eql_type = ANY (s.eql_types))
-                 AND (s.eql_kinds IS NULL OR change.eql_kind = ANY (s.eql_kinds))
+                 AND {followed}
                LIMIT %(limit)s
            ) old
        ),
        (
            SELECT count(*) FROM {schema}.aggregate_change change
            WHERE change.eql_transaction >= pg_snapshot_xmin(pg_current_snapshot())
-             AND (s.eql_types IS NULL OR change.eql_type = ANY (s.eql_types))
-             AND (s.eql_kinds IS NULL OR change.eql_kind = ANY (s.eql_kinds))
+             AND {followed}
        ),
        (
            SELECT extract(epoch FROM clock_timestamp() - oldest.eql_created_at)::float8 FROM (
                (
                    SELECT 0 AS part, change.eql_created_at FROM {adopted}
                    WHERE s.eql_transaction = '0'::xid8 AND adopted.eql_position > s.eql_position
-                     AND (s.eql_types IS NULL OR change.eql_type = ANY (s.eql_types))
-                     AND (s.eql_kinds IS NULL OR change.eql_kind = ANY (s.eql_kinds))
+                     AND {followed}
                    ORDER BY adopted.eql_position
                    LIMIT 1
                )
@@ -111,8 +111,7 @@ SELECT s.eql_name, s.eql_transaction::text, s.eql_position, s.eql_handled, s.eql
                (
                    SELECT 1, change.eql_created_at FROM {schema}.aggregate_change change
                    WHERE (change.eql_transaction, change.eql_position) > (s.eql_transaction, s.eql_position)
-                     AND (s.eql_types IS NULL OR change.eql_type = ANY (s.eql_types))
-                     AND (s.eql_kinds IS NULL OR change.eql_kind = ANY (s.eql_kinds))
+                     AND {followed}
                    ORDER BY change.eql_transaction, change.eql_position
                    LIMIT 1
                )

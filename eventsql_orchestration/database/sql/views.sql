@@ -30,19 +30,19 @@ DELETE FROM {schema}.view_definition WHERE eql_name = %(name)s;
 -- make_view_periods -- Make the partitions of a view that begin at these times, where they are missing.
 SELECT {schema}.make_view_periods(%(view)s, %(starts)s::timestamptz[]);
 
--- view_partitions -- The tables of a view's partitions, the oldest first.
+-- part partitions -- The tables of a view's partitions.
 SELECT partition.relname
 FROM pg_inherits inherits
 JOIN pg_class partition ON partition.oid = inherits.inhrelid
 WHERE inherits.inhparent = to_regclass(%(table)s) AND partition.relname ~ '_p[0-9]{{12}}$'
+
+-- view_partitions -- The tables of a view's partitions, the oldest first.
+{partitions}
 ORDER BY partition.relname;
 
 -- unsorted_partitions -- The tables of a log's partitions that were not sorted, the oldest first. A sorted table has the mark
 -- of CLUSTER on an index.
-SELECT partition.relname
-FROM pg_inherits inherits
-JOIN pg_class partition ON partition.oid = inherits.inhrelid
-WHERE inherits.inhparent = to_regclass(%(table)s) AND partition.relname ~ '_p[0-9]{{12}}$'
+{partitions}
   AND NOT EXISTS (SELECT FROM pg_index i WHERE i.indrelid = partition.oid AND i.indisclustered)
 ORDER BY partition.relname;
 

@@ -96,30 +96,35 @@ LIMIT 1;
         LIMIT 1
     ), 9223372036854775807))
 
--- part moved -- Take events out of the buffer and write them to the topic's log.
+-- part moved -- Take events out of the buffer.
 WITH moved AS (
     DELETE FROM {schema}.event_buffer
     WHERE {before_blocks}
     RETURNING eql_id, eql_partition, eql_key, eql_value, eql_created_at, eql_metadata
 )
+
+-- part into_rows -- Write events to the topic's log.
 INSERT INTO {schema}.{row_store} (eql_partition, eql_key, eql_value, eql_buffered_at, eql_created_at, eql_metadata)
+
+-- part new_partition -- The partition of an event after a repartitioning: its own, if the topic still has it.
+CASE
+    WHEN (eql_partition >= 0 AND eql_partition < %(partitions)s) OR %(partitions)s < 0 THEN eql_partition
+    WHEN eql_key IS NOT NULL THEN {schema}.partition_of_key(eql_key, %(partitions)s)
+    ELSE (eql_id %% %(partitions)s)::smallint
+END
 
 -- move -- Move buffered events to the end of the topic's log, in the order of their buffer ids. The statement's time is
 -- after the lock, so times grow with ids.
 {moved}
+{into_rows}
 SELECT eql_partition, eql_key, eql_value, eql_created_at, statement_timestamp(), eql_metadata
 FROM moved
 ORDER BY eql_id;
 
--- move_into_layout -- As `move`, after a repartitioning: events of a partition that the topic no longer has go to their
--- new partition.
+-- move_into_layout -- As `move`, after a repartitioning.
 {moved}
-SELECT CASE
-           WHEN (eql_partition >= 0 AND eql_partition < %(partitions)s) OR %(partitions)s < 0 THEN eql_partition
-           WHEN eql_key IS NOT NULL THEN {schema}.partition_of_key(eql_key, %(partitions)s)
-           ELSE (eql_id %% %(partitions)s)::smallint
-       END,
-       eql_key, eql_value, eql_created_at, statement_timestamp(), eql_metadata
+{into_rows}
+SELECT {new_partition}, eql_key, eql_value, eql_created_at, statement_timestamp(), eql_metadata
 FROM moved
 ORDER BY eql_id;
 

@@ -14,12 +14,6 @@ own AS MATERIALIZED (
 WITH wanted AS (SELECT %(events)s::bigint AS events, %(after)s::bigint AS after), {own}, {drawn}
 SELECT last, usable FROM ids;
 
--- part buffered -- Take events out of the buffer.
-WITH moved AS (
-    DELETE FROM {schema}.event_buffer
-    WHERE {before_blocks}
-    RETURNING eql_id, eql_partition, eql_key, eql_value, eql_created_at, eql_metadata
-
 -- part packed -- Write the events `placed` to the topic's log as blocks, each of one partition and in the order of the
 -- buffer ids. A block has at most 10,000 events, and less than 1 MiB besides its first event. If the ids are not
 -- usable, the block gets no id, and the table refuses it.
@@ -49,20 +43,11 @@ ORDER BY packed.first
 RETURNING eql_events
 
 -- move -- Move buffered events to the end of the topic's log, in the order of their buffer ids.
-{buffered}
-), placed AS (SELECT * FROM moved), {packed};
+{moved}, placed AS (SELECT * FROM moved), {packed};
 
--- move_into_layout -- As `move`, after a repartitioning: events of a partition that the topic no longer has go to their
--- new partition.
-{buffered}
-), placed AS (
-    SELECT eql_id,
-           CASE
-               WHEN (eql_partition >= 0 AND eql_partition < %(partitions)s) OR %(partitions)s < 0 THEN eql_partition
-               WHEN eql_key IS NOT NULL THEN {schema}.partition_of_key(eql_key, %(partitions)s)
-               ELSE (eql_id %% %(partitions)s)::smallint
-           END AS eql_partition,
-           eql_key, eql_value, eql_created_at, eql_metadata
+-- move_into_layout -- As `move`, after a repartitioning.
+{moved}, placed AS (
+    SELECT eql_id, {new_partition} AS eql_partition, eql_key, eql_value, eql_created_at, eql_metadata
     FROM moved
 ), {packed};
 

@@ -1,17 +1,10 @@
 -- parts of consumers
 -- parts of blocks_parts
 
--- part offset -- Where a partition of a consumer has come to.
-coalesce(c.eql_last_event_id, 0)
-
--- part until -- Where a partition of a consumer waits.
-coalesce(c.eql_until, 9223372036854775807)
-
 -- part left -- How many events of a block come after the offset.
 (eql_events - {up_to of {offset}})
 
--- part of_partition -- The blocks of a partition after its offset. The row comparison leaves only the index of partition
--- and id; the condition on the id alone excludes the segments before the offset.
+-- part blocks_of_partition -- The blocks of a partition after its offset. The conditions are those of `of_partition`.
 FROM {schema}.{block_table} e
 WHERE (e.eql_partition, e.eql_id) > (c.eql_partition, {offset})
   AND (e.eql_partition, e.eql_id) <= (c.eql_partition, 9223372036854775807)
@@ -23,7 +16,7 @@ LEFT JOIN LATERAL (
     SELECT true AS some
     FROM (
         SELECT greatest({base}, {offset}) AS before
-        {of_partition}
+        {blocks_of_partition}
         ORDER BY e.eql_partition, e.eql_id
         LIMIT 1
     ) first
@@ -33,16 +26,13 @@ LEFT JOIN LATERAL (
 -- ready -- The partitions with at least `least` events after their offset (1 by default): partition, seconds until it may
 -- be consumed, true. Also the partitions that have consumed all of their layout, and a consumer of the whole topic, with
 -- false. One step in the index for each block that is needed.
-SELECT c.eql_partition, {due}, waiting.some IS NOT NULL
-FROM {schema}.consumer c
-LEFT JOIN unnest(%(partitions)s::smallint[], %(least)s::bigint[]) AS asked (eql_partition, least)
-  ON asked.eql_partition = c.eql_partition
+{readiness}
 LEFT JOIN LATERAL (
     SELECT true AS some
     FROM (
         SELECT least(eql_id, {until}) - greatest({base}, {offset}) AS held,
                sum({left}) OVER (ORDER BY e.eql_partition, e.eql_id) AS total
-        {of_partition}
+        {blocks_of_partition}
         ORDER BY e.eql_partition, e.eql_id
         LIMIT CASE WHEN c.eql_until IS NULL THEN coalesce(asked.least, 1) ELSE 1 END
     ) next
@@ -54,10 +44,7 @@ WHERE c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s
 
 -- ready_topic -- As `ready`, for a consumer of the whole topic, which has no layout. Also the partitions of a partitioned
 -- consumer, with false.
-SELECT c.eql_partition, {due}, waiting.some IS NOT NULL
-FROM {schema}.consumer c
-LEFT JOIN unnest(%(partitions)s::smallint[], %(least)s::bigint[]) AS asked (eql_partition, least)
-  ON asked.eql_partition = c.eql_partition
+{readiness}
 LEFT JOIN LATERAL (
     SELECT true AS some
     FROM (
@@ -105,7 +92,7 @@ SELECT EXISTS (
     JOIN {schema}.shard_fence f ON f.eql_topic = c.eql_topic AND f.eql_generation = %(generation)s
     CROSS JOIN LATERAL (
         SELECT greatest({base}, {offset}) AS before
-        {of_partition}
+        {blocks_of_partition}
         ORDER BY e.eql_partition, e.eql_id
         LIMIT 1
     ) waiting

@@ -4,8 +4,18 @@
 (eql_key = ANY (%(keys)s::text[]) AND (NOT %(copies)s OR strpos(eql_metadata::text, '"redriven_from"') > 0)
     AND {clear} IS NOT TRUE)
 
--- part events -- The events of a block.
-unnest(b.eql_keys, b.eql_values, b.eql_metadata) WITH ORDINALITY AS e (eql_key, eql_value, eql_metadata, number)
+-- part events of metadata -- The events of a block, whose metadata are in this column.
+unnest(b.eql_keys, b.eql_values, {metadata}) WITH ORDINALITY AS e (eql_key, eql_value, eql_metadata, number)
+
+-- part values of metadata -- The values of a block, each of an event to be erased empty.
+ARRAY(SELECT CASE WHEN {chosen} THEN '' ELSE e.eql_value END FROM {events of {metadata}} ORDER BY e.number)
+
+-- part marks of metadata -- The metadata of a block, each of an event to be erased with the mark.
+ARRAY(
+    SELECT CASE WHEN {chosen} THEN {marked} ELSE coalesce(e.eql_metadata, '{{}}'::json) END
+    FROM {events of {metadata}}
+    ORDER BY e.number
+)
 
 -- part found -- The blocks of a range that have events of the keys which are not erased, and how many of each key.
 found AS MATERIALIZED (
@@ -13,7 +23,7 @@ found AS MATERIALIZED (
     FROM (
         SELECT b.eql_id, e.eql_key, e.eql_value, e.eql_metadata
         FROM {schema}.{block_store} b
-        CROSS JOIN LATERAL {events}
+        CROSS JOIN LATERAL {events of b.eql_metadata}
         WHERE b.eql_id > %(after)s AND b.eql_id <= %(upto)s AND b.eql_keys && %(keys)s::text[]
     ) log
     WHERE {chosen}
@@ -30,22 +40,10 @@ WITH {found}
 -- erase -- Erase the events of keys in a range of a log; how many of each key. A second call finds none.
 WITH {found}, changed AS (
     UPDATE {schema}.{block_store} b
-    SET eql_values = ARRAY(
-            SELECT CASE WHEN {chosen} THEN '' ELSE e.eql_value END
-            FROM {events}
-            ORDER BY e.number
-        ),
-        eql_metadata = ARRAY(
-            SELECT CASE WHEN {chosen} THEN {marked} ELSE coalesce(e.eql_metadata, '{{}}'::json) END
-            FROM {events}
-            ORDER BY e.number
-        )
+    SET eql_values = {values of b.eql_metadata}, eql_metadata = {marks of b.eql_metadata}
     WHERE b.eql_id > %(after)s AND b.eql_id <= %(upto)s AND b.eql_id = ANY (ARRAY(SELECT found.eql_id FROM found))
 )
 {sums};
-
--- part events_of_buffered -- The events of a block in the buffer.
-unnest(b.eql_keys, b.eql_values, b.eql_event_metadata) WITH ORDINALITY AS e (eql_key, eql_value, eql_metadata, number)
 
 -- part found_buffered -- The blocks of a range of the buffer that have unerased events of the keys, and the number of these
 -- events for each key.
@@ -54,7 +52,7 @@ found AS MATERIALIZED (
     FROM (
         SELECT b.eql_id, e.eql_key, e.eql_value, e.eql_metadata
         FROM {schema}.event_buffer b
-        CROSS JOIN LATERAL {events_of_buffered}
+        CROSS JOIN LATERAL {events of b.eql_event_metadata}
         WHERE (b.eql_topic, b.eql_id) > (%(topic)s, %(after)s) AND (b.eql_topic, b.eql_id) <= (%(topic)s, %(upto)s)
           AND b.eql_keys && %(keys)s::text[]
     ) buffer
@@ -69,16 +67,7 @@ WITH {found_buffered}
 -- erase_buffered -- Erase the events of keys in the blocks in a range of the buffer; how many of each key.
 WITH {found_buffered}, changed AS (
     UPDATE {schema}.event_buffer b
-    SET eql_values = ARRAY(
-            SELECT CASE WHEN {chosen} THEN '' ELSE e.eql_value END
-            FROM {events_of_buffered}
-            ORDER BY e.number
-        ),
-        eql_event_metadata = ARRAY(
-            SELECT CASE WHEN {chosen} THEN {marked} ELSE coalesce(e.eql_metadata, '{{}}'::json) END
-            FROM {events_of_buffered}
-            ORDER BY e.number
-        )
+    SET eql_values = {values of b.eql_event_metadata}, eql_event_metadata = {marks of b.eql_event_metadata}
     WHERE b.eql_id = ANY (ARRAY(SELECT found.eql_id FROM found))
 )
 {sums};

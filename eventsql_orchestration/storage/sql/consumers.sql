@@ -7,19 +7,31 @@ CASE WHEN NOT c.eql_paused THEN greatest(
         THEN extract(epoch FROM c.eql_retry_at - clock_timestamp()) END
 )::float8 END
 
--- ready -- The partitions with at least `least` events after their offset (1 by default): partition, seconds until it may
--- be consumed, true. Also the partitions that have consumed all of their layout, and a consumer of the whole topic, with
--- false. The row comparison leaves only the index of partition and id: one step in it for each partition under any
--- plan, even if its events are rare. The condition on the id alone excludes the segments before the offset.
+-- part readiness -- What `ready` says of a partition. A join `waiting` finds out whether it has events.
 SELECT c.eql_partition, {due}, waiting.some IS NOT NULL
 FROM {schema}.consumer c
 LEFT JOIN unnest(%(partitions)s::smallint[], %(least)s::bigint[]) AS asked (eql_partition, least)
   ON asked.eql_partition = c.eql_partition
+
+-- part offset -- Where a partition of a consumer has come to.
+coalesce(c.eql_last_event_id, 0)
+
+-- part until -- Where a partition of a consumer waits.
+coalesce(c.eql_until, 9223372036854775807)
+
+-- part of_partition of last -- The events of a partition after its offset, up to `last`. The row comparison leaves only
+-- the index of partition and id: one step in it for each partition under any plan, even if its events are rare. The
+-- condition on the id alone excludes the segments before the offset.
+FROM {schema}.{event_table} e
+WHERE (e.eql_partition, e.eql_id) > (c.eql_partition, {offset}) AND (e.eql_partition, e.eql_id) <= (c.eql_partition, {last})
+  AND e.eql_id > {offset}
+
+-- ready -- The partitions with at least `least` events after their offset (1 by default): partition, seconds until it may
+-- be consumed, true. Also the partitions that have consumed all of their layout, and a consumer of the whole topic, with
+-- false.
+{readiness}
 LEFT JOIN LATERAL (
-    SELECT true AS some FROM {schema}.{event_table} e
-    WHERE (e.eql_partition, e.eql_id) > (c.eql_partition, coalesce(c.eql_last_event_id, 0))
-      AND (e.eql_partition, e.eql_id) <= (c.eql_partition, 9223372036854775807)
-      AND e.eql_id > coalesce(c.eql_last_event_id, 0) AND e.eql_id <= coalesce(c.eql_until, 9223372036854775807)
+    SELECT true AS some {of_partition of 9223372036854775807} AND e.eql_id <= {until}
     ORDER BY e.eql_partition, e.eql_id
     LIMIT 1 OFFSET CASE WHEN c.eql_until IS NULL THEN coalesce(asked.least, 1) ELSE 1 END - 1
 ) waiting ON true
@@ -28,13 +40,10 @@ WHERE c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s
 
 -- ready_topic -- As `ready`, for a consumer of the whole topic, which has no layout. Also the partitions of a partitioned
 -- consumer, with false.
-SELECT c.eql_partition, {due}, waiting.some IS NOT NULL
-FROM {schema}.consumer c
-LEFT JOIN unnest(%(partitions)s::smallint[], %(least)s::bigint[]) AS asked (eql_partition, least)
-  ON asked.eql_partition = c.eql_partition
+{readiness}
 LEFT JOIN LATERAL (
     SELECT true AS some FROM {schema}.{event_table} e
-    WHERE c.eql_partition < 0 AND e.eql_id > coalesce(c.eql_last_event_id, 0)
+    WHERE c.eql_partition < 0 AND e.eql_id > {offset}
     ORDER BY e.eql_id
     LIMIT 1 OFFSET coalesce(asked.least, 1) - 1
 ) waiting ON true
@@ -65,10 +74,7 @@ LEFT JOIN LATERAL (
 SELECT {standing}
 FROM {claimed_partitions}
 LEFT JOIN LATERAL (
-    SELECT true AS some FROM {schema}.{event_table} e
-    WHERE (e.eql_partition, e.eql_id) > (c.eql_partition, coalesce(c.eql_last_event_id, 0))
-      AND (e.eql_partition, e.eql_id) <= (c.eql_partition, 9223372036854775807)
-      AND e.eql_id > coalesce(c.eql_last_event_id, 0) AND e.eql_id <= coalesce(c.eql_until, 9223372036854775807)
+    SELECT true AS some {of_partition of 9223372036854775807} AND e.eql_id <= {until}
     ORDER BY e.eql_partition, e.eql_id
     LIMIT 1
 ) waiting ON true
@@ -80,7 +86,7 @@ SELECT {standing}
 FROM {claimed_partitions}
 LEFT JOIN LATERAL (
     SELECT true AS some FROM {schema}.{event_table} e
-    WHERE e.eql_id > coalesce(c.eql_last_event_id, 0)
+    WHERE e.eql_id > {offset}
     ORDER BY e.eql_id
     LIMIT 1
 ) waiting ON true
@@ -92,10 +98,7 @@ ORDER BY c.eql_partition;
 SELECT c.eql_partition, c.eql_until
 FROM {schema}.consumer c
 CROSS JOIN LATERAL (
-    SELECT FROM {schema}.{event_table} e
-    WHERE (e.eql_partition, e.eql_id) > (c.eql_partition, coalesce(c.eql_last_event_id, 0))
-      AND (e.eql_partition, e.eql_id) <= (c.eql_partition, c.eql_until)
-      AND e.eql_id > coalesce(c.eql_last_event_id, 0)
+    SELECT {of_partition of c.eql_until}
     ORDER BY e.eql_partition, e.eql_id
     LIMIT 1
 ) waiting
@@ -107,10 +110,7 @@ SELECT EXISTS (
     SELECT FROM {schema}.consumer c
     JOIN {schema}.shard_fence f ON f.eql_topic = c.eql_topic AND f.eql_generation = %(generation)s
     CROSS JOIN LATERAL (
-        SELECT FROM {schema}.{event_table} e
-        WHERE (e.eql_partition, e.eql_id) > (c.eql_partition, coalesce(c.eql_last_event_id, 0))
-          AND (e.eql_partition, e.eql_id) <= (c.eql_partition, f.eql_fence)
-          AND e.eql_id > coalesce(c.eql_last_event_id, 0)
+        SELECT {of_partition of f.eql_fence}
         ORDER BY e.eql_partition, e.eql_id
         LIMIT 1
     ) waiting
@@ -120,7 +120,7 @@ SELECT EXISTS (
     JOIN {schema}.shard_fence f ON f.eql_topic = c.eql_topic AND f.eql_generation = %(generation)s
     CROSS JOIN LATERAL (
         SELECT FROM {schema}.{event_table} e
-        WHERE e.eql_id > coalesce(c.eql_last_event_id, 0) AND e.eql_id <= f.eql_fence
+        WHERE e.eql_id > {offset} AND e.eql_id <= f.eql_fence
         ORDER BY e.eql_id
         LIMIT 1
     ) waiting
