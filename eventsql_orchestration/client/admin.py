@@ -6,7 +6,7 @@ import threading
 import time
 from builtins import list as list_of
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Final
@@ -104,7 +104,7 @@ class ClusterEraser:
 
     def plan(self, topic: str, keys: Collection[str]) -> Erasure:
         """Count the events that `execute` would erase, without writing. Raises as `execute`."""
-        return self._merged(self._cluster.fan_out(lambda shard: shard.eraser.plan(topic, keys)))
+        return self._on_all(topic, lambda shard: shard.eraser.plan(topic, keys))
 
     def execute(self, topic: str, keys: Collection[str], *, requested_by: str | None = None) -> Erasure:
         """Erase the events of `topic` with one of `keys`, at most 1,000 keys: in the log, the buffer and staged blocks,
@@ -120,16 +120,14 @@ class ClusterEraser:
         Raises `ShardSetError` on a platform with the URL of one of several shards: a key's events may be on other
         shards.
         """
+        return self._on_all(topic, lambda shard: shard.eraser.execute(topic, keys, requested_by=requested_by))
+
+    def _on_all(self, topic: str, run: Callable[[Shard], Erasure]) -> Erasure:
         lone = self._cluster.lone
         shards = None if lone is None else lone.registry.topic(topic).shards
         if shards is not None and len(shards.names) > 1:
             raise unnamed(shards.names, {shards.own})
-        return self._merged(
-            self._cluster.fan_out(lambda shard: shard.eraser.execute(topic, keys, requested_by=requested_by))
-        )
-
-    def _merged(self, found: Mapping[Shard, Erasure]) -> Erasure:
-        first, *others = found.values()
+        first, *others = self._cluster.fan_out(run).values()
         for each in others:
             first = replace(
                 first, events=first.events + each.events, buffered=first.buffered + each.buffered,
