@@ -96,4 +96,4 @@ class StreamProgress:
     def _advance(self, connection: Connection, topic: str, partition: int, after: int, upto: int) -> None:
         values = {"topic": topic, "consumer": self._consumer, "partition": partition, "after": after, "upto": upto}
         events, first = self._log.extent(connection, topic, partition=partition, after=after, upto=upto)
-        connection.execute(self._queries("advance"), {**values, "first": first, "events": events})
+        connection.execute(self._queries("advance"), {**values, "first": first, "consumed": events})

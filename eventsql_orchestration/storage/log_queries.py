@@ -43,10 +43,9 @@ class LogQueries:
         assert self._variants is not None, "blocks have statements of their own"
         return self._variants(name, begin=begin, behind=behind, block_table=log_form.names(topic)["block_table"])
 
-    def on(self, connection: psycopg.Connection[Any], name: str, topic: str, *, table: str | None = None) -> sql.SQL:
+    def on(self, connection: psycopg.Connection[Any], name: str, topic: str) -> sql.SQL:
         """The statement called `name` for the form of a topic's log."""
-        form = log_form.form(connection, self._schema, topic)
-        return self._statement(name, topic, table, form, blocks=form.blocks)
+        return self(name, topic=topic, form=log_form.form(connection, self._schema, topic))
 
     def writing(self, connection: psycopg.Connection[Any], name: str, topic: str) -> sql.SQL:
         """The statement called `name` for the form of the new events of a topic's log."""

@@ -150,11 +150,12 @@ class Ids:
         query = self._queries.on(connection, "log_state", topic)
         zoned, sequence, last, highest = fetch_one(connection, query, {"topic": topic, "log": log}, prepare=False)
         # Check after the statement above, which finds out whether the topic was deleted.
-        check_log(connection, self._schema, topic)
+        table = written_table(connection, self._schema, topic)
+        check(connection, self._schema, table)
         after = _end_of_other_form(connection, self._schema, topic)
         least = max(highest, after)
         if last < least:
-            (state,) = states(connection, self._schema, [written_table(connection, self._schema, topic)])
+            (state,) = states(connection, self._schema, [table])
             try:
                 # Nobody else gives out ids of this log meanwhile, so it cannot be set back by this.
                 connection.execute(self._queries("advance"), {"sequence": sequence, "value": least})
@@ -195,11 +196,6 @@ def states(connection: Connection, schema: str, names: Sequence[str]) -> list[Se
     """The sequences of the tables of these names, by table."""
     values = {"schema": schema, "tables": list(names)}
     return [SequenceState(*row) for row in fetch_all(connection, LogQueries("sequences", schema)("settings"), values)]
-
-
-def check_log(connection: Connection, schema: str, topic: str) -> None:
-    """Raise `SequenceError` unless a log's ids come one by one and upwards from a sequence of its own."""
-    check(connection, schema, written_table(connection, schema, topic))
 
 
 def check(connection: Connection, schema: str, table: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
 
 from sqlalchemy import Connection
 
@@ -15,12 +14,9 @@ from eventsql_orchestration.model import Compression, Storage, Topic
 from eventsql_orchestration.retry import while_busy
 from eventsql_orchestration.storage import altering, compressing, log_form, segments
 from eventsql_orchestration.storage.erasing import try_change
+from eventsql_orchestration.storage.exchanging import WAIT_SECONDS
 from eventsql_orchestration.storage.segment_drops import try_retain
 from eventsql_orchestration.topics.catalog import existing_topic, lock_registry, lock_topic
-
-WAIT_SECONDS: Final = 0.5
-"""The most seconds for which one attempt to change the log of a topic makes other transactions wait for each lock. This
-is shorter than the server's `deadlock_timeout`, so that the change gives way, and not a reader that waits for it."""
 
 
 def change_storage(database: Database, name: str, storage: Storage, *, timeout: float) -> bool:

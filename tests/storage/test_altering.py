@@ -18,12 +18,11 @@ from eventsql_orchestration.errors import DatabaseBusyError, RegistryError, Vali
 from eventsql_orchestration.maintenance import retention
 from eventsql_orchestration.model import Publication, Storage
 from eventsql_orchestration.publishing import log_room
-from eventsql_orchestration.storage import compacting, log_form, segment_drops, segments, sequences
+from eventsql_orchestration.storage import compacting, exchanging, log_form, segment_drops, segments, sequences
 from eventsql_orchestration.storage.erasing import try_change
 from eventsql_orchestration.storage.log_form import FORMS
 from eventsql_orchestration.storage.log_queries import LogQueries
 from eventsql_orchestration.storage.log_table import broken_blocks
-from eventsql_orchestration.topics import changing
 from tests.waiting import PATIENCE
 
 OTHER: dict[Storage, Storage] = {"rows": "blocks", "blocks": "rows"}
@@ -281,7 +280,7 @@ def test_a_change_gives_way_before_the_server_ends_a_reader_that_waits_for_it(
         "SELECT extract(epoch FROM boot_val::int * interval '1 ms') FROM pg_settings WHERE name = 'deadlock_timeout'"
     ).fetchone()
     assert look is not None
-    assert max(changing.WAIT_SECONDS, retention.SIMPLIFY_SECONDS) < look[0]
+    assert max(exchanging.WAIT_SECONDS, retention.SIMPLIFY_SECONDS) < look[0]
 
 
 def test_an_open_publication_is_in_order_before_and_after(platform: EventSQL, storage: Storage) -> None:

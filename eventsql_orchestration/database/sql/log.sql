@@ -152,8 +152,7 @@ SELECT EXISTS (
     WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition = %(partition)s
 );
 
--- advance -- Move the offset of a locked consumer partition, if it has not moved, and if this is still the transaction
--- that locked it: a handler may have ended that transaction.
+-- part advanced -- Move the offset of a locked consumer partition, and forget its failures.
 UPDATE {schema}.consumer
 SET eql_last_event_id = %(upto)s,
     eql_first_event_id = coalesce(eql_first_event_id, %(first)s),
@@ -164,6 +163,10 @@ SET eql_last_event_id = %(upto)s,
     eql_failure = NULL,
     eql_retry_at = NULL
 WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition = %(partition)s
+
+-- advance -- Move the offset of a locked consumer partition, if it has not moved, and if this is still the transaction
+-- that locked it: a handler may have ended that transaction.
+{advanced}
   AND coalesce(eql_last_event_id, 0) = %(after)s
   AND pg_current_xact_id() = coalesce(%(transaction)s::xid8, pg_current_xact_id());
 

@@ -1,3 +1,4 @@
+-- parts of log
 -- fence -- The end of a topic's log when a generation of shards began here; 0 for a newer topic, no row if it has not
 -- begun.
 SELECT coalesce(fence.eql_fence, 0)
@@ -26,13 +27,4 @@ ORDER BY eql_partition
 FOR UPDATE;
 
 -- advance -- Move the offset of a locked partition of a consumer forward over what a stream has processed.
-UPDATE {schema}.consumer
-SET eql_last_event_id = %(upto)s,
-    eql_first_event_id = coalesce(eql_first_event_id, %(first)s),
-    eql_consumed_events = eql_consumed_events + %(events)s,
-    eql_last_consumption_at = clock_timestamp(),
-    eql_failed_event_id = NULL,
-    eql_attempts = 0,
-    eql_failure = NULL,
-    eql_retry_at = NULL
-WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition = %(partition)s;
+{advanced};
