@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from eventsql_orchestration.settings import SETTINGS_FILE, Settings
     from eventsql_orchestration.store.change import Change, StoreCheckpoint
     from eventsql_orchestration.store.store import Store
+    from eventsql_orchestration.store.subscription_rows import not_found
     from eventsql_orchestration.topics.catalog import choose_partitions
     from eventsql_orchestration.topics.offsets import offset_of
     from eventsql_orchestration.topics.registry import default_storage
@@ -43,7 +44,7 @@ __all__ = [
     "FiguresReader", "Group", "Live", "Progress", "Queries", "ServedDagRuns", "Settings", "SpinnerColumn",
     "Store", "StoreCheckpoint", "Table", "Text", "TimeElapsedColumn", "TimeRemainingColumn", "Views",
     "choose_partitions", "connect", "dagster_launcher", "dagster_runs", "default_storage", "drop_command",
-    "local_dagster", "message_of", "offset_of", "queue_lags", "running_airflow",
+    "local_dagster", "message_of", "not_found", "offset_of", "queue_lags", "running_airflow",
 ]  # fmt: skip
 
 _PACKAGE: Final = "eventsql_orchestration"
@@ -72,6 +73,7 @@ __getattr__ = on_first_use(
         f"{_PACKAGE}.settings": ("SETTINGS_FILE", "Settings"),
         f"{_PACKAGE}.store.change": ("Change", "StoreCheckpoint"),
         f"{_PACKAGE}.store.store": ("Store",),
+        f"{_PACKAGE}.store.subscription_rows": ("not_found",),
         f"{_PACKAGE}.topics.catalog": ("choose_partitions",),
         f"{_PACKAGE}.topics.offsets": ("offset_of",),
         f"{_PACKAGE}.topics.registry": ("default_storage",),

@@ -222,7 +222,7 @@ def replay(
     with context.platform() as platform:
         found = next((each for each in platform.store.subscriptions() if each.name == subscription), None)
         if found is None:
-            raise click.UsageError(f"there is no subscription {subscription!r}: see `eventsql store subscriptions`")
+            raise lazy.not_found(subscription)
         if not execute:
             say(f"subscription {subscription!r} stands at {found.checkpoint}: run it again with --execute to move it")
             return
@@ -235,6 +235,8 @@ def dead_letters(context: CliContext, subscription: Annotated[str, argument()], 
     """List the changes that SUBSCRIPTION has given up. `Subscription.redrive()` hands them to its handler again."""
     with context.platform() as platform:
         found = platform.store.dead_letters(subscription)
+        if not found and subscription not in {each.name for each in platform.store.subscriptions()}:
+            raise lazy.not_found(subscription)
     columns = same("id", "aggregate_type", "aggregate_id", "version", "attempts", "failure", "created_at")
     context.show_items(found, as_json=as_json, json=columns, table=columns)
 

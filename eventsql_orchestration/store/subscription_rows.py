@@ -39,7 +39,7 @@ def move(database: Database, name: str, start: Start) -> StoreCheckpoint:
         queries = Queries("subscriptions", database.schema)
         # Its place may move until then, beyond the changes that are there now.
         if fetch_first(connection, queries("await"), {"name": name}) is None:
-            raise SubscriptionNotFoundError(f"subscription {name!r} does not exist")
+            raise not_found(name)
         place = _place(database, connection, start)
         values = {"name": name, **place.parameters()}
         connection.execute(queries("move"), values)
@@ -54,7 +54,7 @@ def delete(database: Database, name: str) -> None:
         check_not_held(connection, database.schema, "subscription", name)
         deleted = connection.execute(Queries("subscriptions", database.schema)("unregister"), {"name": name}).rowcount
     if not deleted:
-        raise SubscriptionNotFoundError(f"subscription {name!r} does not exist")
+        raise not_found(name)
 
 
 def dismiss(database: Database, name: str, ids: Sequence[int] | None) -> int:
@@ -67,8 +67,13 @@ def dismiss(database: Database, name: str, ids: Sequence[int] | None) -> int:
         check_not_held(connection, database.schema, "subscription", name)
         deleted = connection.execute(queries("dismiss_letters"), {"name": name, "ids": ids}, prepare=False).rowcount
         if not deleted and fetch_first(connection, queries("exists"), {"name": name}) is None:
-            raise SubscriptionNotFoundError(f"subscription {name!r} does not exist")
+            raise not_found(name)
         return deleted
+
+
+def not_found(name: str) -> SubscriptionNotFoundError:
+    """The error for a subscription that does not exist."""
+    return SubscriptionNotFoundError(f"subscription {name!r} does not exist: see `eventsql store subscriptions`")
 
 
 def _check_start(start: object) -> None:
