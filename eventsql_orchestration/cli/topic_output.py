@@ -269,7 +269,8 @@ def _statistics(shard: Shard, figures: TopicFigures) -> Statistics:
     topic, end = figures.topic, figures.transferred
     with shard.database.connection() as connection:
         offset_of = partial(lazy.offset_of, connection, shard.database.schema, topic)
-        before = offset_of(Earliest())
+        # Retention may have dropped all events, and the offsets go on behind the empty segments.
+        before = end if figures.oldest_seconds is None else offset_of(Earliest())
         # Retention may have dropped events of the window, which are not counted.
         rates = {
             window: max(0, end - max(before, offset_of(Back(length)))) / length.total_seconds()

@@ -23,11 +23,12 @@ from eventsql_orchestration.cli.output import progress_bar
 from eventsql_orchestration.cli.tables import cell, same, table_of
 from eventsql_orchestration.errors import DatabaseUnavailableError
 from eventsql_orchestration.metrics.figures import TopicFigures
+from eventsql_orchestration.model import Retention
 from eventsql_orchestration.shards.shard import Shard
 from tests.cli.conftest import PROGRAM, Run, Start
 from tests.cli.terminals import Terminal
 from tests.fixtures import Until
-from tests.forms import in_blocks
+from tests.forms import in_blocks, stored
 from tests.waiting import PATIENCE
 
 
@@ -138,6 +139,18 @@ def test_a_topic_that_is_deleted_meanwhile_has_no_statistics(
     rides.registry.register_topic(Topic("prices"))
     others = run("topic", "stats")
     assert (others.exit_code, [row[0] for row in rows(others)]) == (0, ["rides"])
+
+
+def test_a_topic_that_has_lost_all_its_events_counts_none_of_its_offsets(run: Run, rides: EventSQL) -> None:
+    rides.registry.set_retention("rides", Retention(seconds=60))
+    with rides.database.connection() as connection:
+        connection.execute(
+            f"UPDATE eventsql.{stored('rides')} SET eql_created_at = eql_created_at - interval '2 minutes'".encode()
+        )
+    rides.retention.run_once(["rides"], force=True)
+    rides.transfer.run_once()
+    [found] = json.loads(run("topic", "stats", "rides", "--json").stdout)
+    assert (found["first"], found["oldest_seconds"], set(found["rates"].values())) == (None, None, {0})
 
 
 def test_an_empty_topic_has_statistics_too(run: Run, platform: EventSQL) -> None:
