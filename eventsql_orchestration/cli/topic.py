@@ -202,7 +202,8 @@ def _register(platform: EventSQL, wanted: Topic, bounds: _Bounds) -> None:
     elif form(before) == form(after):
         say(f"topic {after.name!r} exists already, {form(after)}")
     else:
-        say(f"topic {after.name!r} is {form(after)} now; it was {form(before)}")
+        for_ever = ", kept: for ever" if before.retention is not None and after.retention is None else ""
+        say(f"topic {after.name!r} is changed: {form(after)}{for_ever}; it was: {form(before)}")
 
 
 def _find(platform: EventSQL, name: str) -> Topic | None:

@@ -57,7 +57,7 @@ def test_a_topic_can_be_created_with_its_dead_letters(run: Run, platform: EventS
 
 def test_partitions_change_while_a_topic_is_empty(run: Run, platform: EventSQL, topic: str) -> None:
     result = run("topic", "create", topic, "--partitions", 5)
-    assert "is 5 partitions now; it was 2 partitions" in result.stderr
+    assert "is changed: 5 partitions; it was: 2 partitions" in result.stderr
     platform.publisher.publish(Publication(topic, b"1"))
     result = run("topic", "create", topic, "--partitions", 6)
     assert result.exit_code == 1
@@ -122,7 +122,7 @@ def test_a_topic_is_created_with_its_retention(run: Run, platform: EventSQL) -> 
     week = Retention(604_800, 10 * 2**30, 1_000_000)
     assert platform.registry.topic("account_created").retention == week
     again = run("topic", "create", "account_created", "--partitions", 3, "--retention-age", "36h")
-    assert "is 3 partitions, kept: 1 d 12 h, 10 GiB" in again.stderr
+    assert "is changed: 3 partitions, kept: 1 d 12 h, 10 GiB" in again.stderr
     assert platform.registry.topic("account_created").retention == replace(week, seconds=129_600)
 
 
@@ -209,11 +209,11 @@ def test_the_retention_of_a_topic_is_altered_bound_by_bound(run: Run, platform: 
     platform.publisher.publish(Publication(topic, b"1"))
     assert run("topic", "alter", topic, "--retention-age", "PT90S").exit_code == 0
     result = run("topic", "alter", topic, "--retention-size", 4_096)
-    assert "is 2 partitions, kept: 1 min 30 s, 4 KiB now; it was 2 partitions, kept: 1 min 30 s" in result.stderr
+    assert "is changed: 2 partitions, kept: 1 min 30 s, 4 KiB; it was: 2 partitions, kept: 1 min 30 s" in result.stderr
     assert platform.registry.topic(topic).retention == Retention(seconds=90, bytes=4_096)
     assert "exists already" in run("topic", "alter", topic, "--retention-size", 4_096).stderr
     result = run("topic", "alter", topic, "--keep-forever")
-    assert "is 2 partitions now; it was 2 partitions, kept:" in result.stderr
+    assert "is changed: 2 partitions, kept: for ever; it was: 2 partitions, kept:" in result.stderr
     assert platform.registry.topic(topic).retention is None
     assert platform.registry.topic(topic).partitions == 2
 
