@@ -302,9 +302,10 @@ class Database:
         if revision is not None and (revision == migrations.HEAD or not migrations.known(revision)):
             return
         if not self._migrate:
-            found = "missing" if revision is None else f"at revision {revision}"
+            needs = f"at revision {revision}, this package needs {migrations.HEAD}"
+            found = "missing" if revision is None else needs
             raise SchemaOutdatedError(
-                f"schema {self.schema!r} of {self} is {found}, this package needs {migrations.HEAD}: run "
+                f"schema {self.schema!r} of {self} is {found}: run "
                 "`eventsql migrate`" + ("" if self.has_tables() else ", or `eventsql topic create` makes the tables")
             )
         self.migrate()

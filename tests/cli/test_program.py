@@ -366,7 +366,7 @@ def test_the_first_topic_makes_the_tables_of_a_named_database(invoke: Run, serve
         ):  # fmt: skip
             looked = invoke("--dsn", dsn, *command.split(), stdin="1\n")
             assert looked.exit_code == 1
-            assert "is missing" in one_line(looked)
+            assert "is missing: run `eventsql migrate`" in one_line(looked)
             assert one_line(looked).endswith("or `eventsql topic create` makes the tables")
         with closing(psycopg.connect(dsn)) as connection:
             assert connection.execute("SELECT to_regnamespace('eventsql')").fetchone() == (None,)
