@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 from collections.abc import Callable, Generator, Iterator
+from datetime import datetime
 from typing import Any
 
 import dagster as dg
@@ -15,7 +17,17 @@ from pydantic import ValidationError as PydanticValidationError
 from pyspark.sql import DataFrame, SparkSession
 
 from eventsql_orchestration import Event, Publication, Topic
-from eventsql_orchestration.dagster import EventSQLIOManager, EventSQLResource, consumer_asset, topic_asset, topic_key
+from eventsql_orchestration.consuming.claims import Claim
+from eventsql_orchestration.dagster import (
+    EventSQLIOManager,
+    EventSQLResource,
+    RangeLimits,
+    consumer_asset,
+    publish_events,
+    range_asset,
+    topic_asset,
+    topic_key,
+)
 from eventsql_orchestration.dagster.io.publish import publish
 from eventsql_orchestration.dagster.lineage.origin import Origin
 from eventsql_orchestration.errors import (
@@ -28,6 +40,7 @@ from eventsql_orchestration.errors import (
     ValidationError,
 )
 from eventsql_orchestration.model import Retention
+from eventsql_orchestration.orchestration import publication
 from eventsql_orchestration.orchestration.publication import Published
 from eventsql_orchestration.spark import eventsql_error, spark_config, staging
 from eventsql_orchestration.spark.java import ensure_java
@@ -602,6 +615,35 @@ def test_arrivals_that_were_not_counted_are_not_loaded_as_no_events(bench: Workb
     bench.instance.report_runless_asset_event(dg.AssetMaterialization(topic_key("sums"), metadata=arrivals))
     latest = taker([], list[Event], metadata={"reads": "materialization"})
     with pytest.raises(ValidationError):
+        materialize(topic_asset(RIDES), latest, selection=["taker"])
+
+
+@pytest.mark.parametrize("unknown", [0, 1], ids=["first", "last"])
+def test_publications_of_a_run_are_not_loaded_in_part(
+    bench: Workbench, materialize: Materialize, monkeypatch: pytest.MonkeyPatch, unknown: int
+) -> None:
+    with_offsets, published = publication._Record._with_offsets, itertools.count()
+
+    def not_in_time(record: Any, found: Published, at: datetime) -> Published:
+        # As if the transfer had not moved these events in time.
+        return found if next(published) == unknown else with_offsets(record, found, at)
+
+    def passed_on(context: dg.AssetExecutionContext, claim: Claim, eventsql: EventSQLResource) -> dict[str, Any]:
+        value = {"value": str(claim.range.upto)}
+        return publish_events(context, [value], eventsql=eventsql, topic="sums", claim=claim)
+
+    rides, limits = Topic("rides"), RangeLimits(max_wait=0.0, max_events=1)
+    consumer = range_asset(topic=rides, consumer="passing", publishes="sums", limits=limits)(passed_on)
+    bench.platform.registry.register_topic(rides)
+    consumer.register(bench.platform)
+    bench.publish("rides", 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(publication._Record, "_with_offsets", not_in_time)
+        assert bench.run(consumer).success
+    assert len(events(bench)) == 2
+
+    latest = taker([], list[Event], metadata={"reads": "materialization"})
+    with pytest.raises(ValidationError, match="does not name the offsets of its events"):
         materialize(topic_asset(RIDES), latest, selection=["taker"])
 
 

@@ -201,6 +201,10 @@ def test_publications_to_a_topic_add_up() -> None:
     }
     assert add_up(said, "b") == {"published topic": "b", "published events": 7, "dagster/row_count": 7}
     assert add_up(said, "c") == {}
+    # None of them is read if the offsets of some are not known; no events have no offsets.
+    unknown, empty = ({"published topic": "a", "published events": number} for number in (1, 0))
+    assert "published first offset" not in add_up([*said, unknown], "a")
+    assert add_up([*said, empty], "a") == add_up(said, "a")
     assert leave_out({**said[1], "rows": 3}, {"b"}) == {"rows": 3}
     assert leave_out({**said[1], "rows": 3}, {"a"}) == {**said[1], "rows": 3}
 

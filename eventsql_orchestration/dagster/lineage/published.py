@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict
+from itertools import chain
 from typing import Any, Final
 
 import dagster as dg
@@ -58,17 +59,18 @@ def _spans(metadata: Mapping[str, Any]) -> list[Span]:
 
 
 def add_up(published: Iterable[Mapping[str, Any]], topic: str) -> dict[str, Any]:
-    """The metadata of several publications to a topic, added up."""
+    """The metadata of several publications to a topic, added up: without offsets if those of one are not known."""
     mine = [metadata for metadata in published if metadata.get(keys.PUBLISHED_TOPIC) == topic]
     if not mine:
         return {}
-    spans = [span for metadata in mine for span in _spans(metadata)]
-    events = sum(int(metadata.get(keys.PUBLISHED_EVENTS, 0)) for metadata in mine)
+    numbers = [int(metadata.get(keys.PUBLISHED_EVENTS, 0)) for metadata in mine]
+    of_each = [_spans(metadata) for metadata in mine]
+    known = all(spans for spans, events in zip(of_each, numbers, strict=True) if events)
     return {
         keys.PUBLISHED_TOPIC: topic,
-        keys.PUBLISHED_EVENTS: events,
-        keys.ROW_COUNT: events,
-        **(_offsets_of(spans) if spans else {}),
+        keys.PUBLISHED_EVENTS: sum(numbers),
+        keys.ROW_COUNT: sum(numbers),
+        **(_offsets_of([*chain(*of_each)]) if known and any(of_each) else {}),
         # The links of the last publication: all publications are of one run and one topic.
         **{name: metadata[name] for metadata in mine for name in _LINKS if name in metadata},
     }
