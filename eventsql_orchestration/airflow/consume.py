@@ -237,14 +237,21 @@ def eventsql_consume(
 
 
 def published_to(outlet: Asset, summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One summary of all calls of `publish_output` for the topic of an asset; empty if nothing was published to it."""
+    """One summary of all calls of `publish_output` for the topic of an asset; empty if nothing was published to it.
+
+    It has no ranges if those of some events are not known.
+    """
     mine = [each for each in summaries if each.get("topic") == topic_of(outlet)]
     if not mine:
         return {}
-    merged = {**mine[-1], "events": sum(each["events"] for each in mine)}
-    if ranges := [offsets for each in mine for offsets in each.get("ranges", ())]:
-        merged["ranges"] = ranges
-    return {**merged, "repeated": all(each["repeated"] for each in mine)}
+    merged = {
+        **mine[-1], "events": sum(each["events"] for each in mine),
+        "repeated": all(each["repeated"] for each in mine),
+        "ranges": [offsets for each in mine for offsets in each.get("ranges", ())],
+    }  # fmt: skip
+    if not merged["ranges"] or any(each["events"] and not each.get("ranges") for each in mine):
+        del merged["ranges"]
+    return merged
 
 
 def _wanted(function: Callable[..., Any], **offered: Any) -> dict[str, Any]:

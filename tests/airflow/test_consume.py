@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import datetime
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +17,9 @@ from eventsql_orchestration import Claim, Connection, Consumer, Event, EventSQL,
 from eventsql_orchestration.airflow import EventSQLConsumeOperator, EventSQLHook, RunLimits, publish_output, topic_asset
 from eventsql_orchestration.airflow.claim_producer import ClaimEvent
 from eventsql_orchestration.errors import ConsumerNotFoundError, DatabaseUnavailableError, ValidationError
+from eventsql_orchestration.orchestration import publication
 from eventsql_orchestration.orchestration.owners import AIRFLOW_TRIGGER
+from eventsql_orchestration.orchestration.publication import Published
 from tests.airflow.conftest import context_of
 from tests.airflow.consuming import QUICK, effects, operator
 from tests.effects import make_table, write
@@ -214,6 +218,30 @@ def test_the_asset_of_a_topic_says_what_was_published_to_it_and_from_where(rides
     said = {name: outlets[sums].extra[name] for name in ("topic", "events", "ranges", "repeated")}
     assert said == {"topic": "sums", "events": 1, "ranges": [{"first": 1, "last": 1}], "repeated": False}
     assert "topic" not in outlets[other].extra
+
+
+@pytest.mark.parametrize("unknown", [0, 1], ids=["first", "last"])
+def test_the_asset_of_a_topic_names_the_ranges_of_all_publications_or_none(
+    rides: EventSQL, monkeypatch: pytest.MonkeyPatch, unknown: int
+) -> None:
+    rides.registry.register_topic(Topic("sums"))
+    for partition in (0, 1):
+        publish(rides, 3, partition)
+    with_offsets, published = publication._Record._with_offsets, count()
+
+    def not_in_time(record: Any, found: Published, at: datetime) -> Published:
+        # As if the transfer had not moved these events in time.
+        return found if next(published) == unknown else with_offsets(record, found, at)
+
+    def sum_up(claim: Claim, eventsql: EventSQLHook, context: Any) -> Any:
+        return publish_output(context, [Publication("sums", b"3")], topic="sums", eventsql=eventsql, claim=claim)
+
+    monkeypatch.setattr(publication._Record, "_with_offsets", not_in_time)
+    sums = topic_asset("sums")
+    context: Any = {**context_of(), "outlet_events": {sums: SimpleNamespace(extra={})}}
+    operator(sum_up, gets="claim", outlets=[sums]).execute(context)
+    said = context["outlet_events"][sums].extra
+    assert (said["events"], "ranges" in said) == (2, False)
 
 
 def test_a_task_leaves_the_claim_of_another_task_alone(rides: EventSQL) -> None:
