@@ -31,6 +31,12 @@ class MuteError(Exception):
         raise AttributeError("message")
 
 
+class PanicException(BaseException):
+    """A panic of a library in Rust."""
+
+    __module__ = "pyo3_runtime"
+
+
 def make_table(platform: EventSQL | Shard) -> None:
     with platform.database.connection() as connection:
         connection.execute(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 import traceback
 from asyncio import CancelledError
@@ -36,12 +37,20 @@ _NOT_RUN: Final = (inspect.isawaitable, inspect.isgenerator, inspect.isasyncgen)
 
 
 def errors_of_handler() -> tuple[type[BaseException], ...]:
-    """The errors of a handler that count as its failures in this thread: in the main thread `OF_HANDLER`, else all.
+    """The errors of a handler that count as its failures in this thread. Call it in an `except` clause.
 
-    Ctrl-C, and signals of orchestrators, raise errors in the main thread. In another thread, only the handler does: a
-    panic of a library in Rust, for example, is no `Exception`.
+    In the main thread, they are `OF_HANDLER`, and a panic of a library in Rust, which is no `Exception`: Ctrl-C, and
+    signals of orchestrators, raise other errors there. In another thread, only the handler raises errors.
     """
-    return OF_HANDLER if threading.current_thread() is threading.main_thread() else (BaseException,)
+    if threading.current_thread() is not threading.main_thread():
+        return (BaseException,)
+    error = sys.exception()
+    return (*OF_HANDLER, type(error)) if error is not None and _is_panic(error) else OF_HANDLER
+
+
+def _is_panic(error: BaseException) -> bool:
+    """Whether an error is a panic. Each library that is built with PyO3 has a class of its own for it."""
+    return (type(error).__module__, type(error).__name__) == ("pyo3_runtime", "PanicException")
 
 
 def ends_program(error: BaseException) -> bool:

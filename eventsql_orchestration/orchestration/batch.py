@@ -13,7 +13,7 @@ from eventsql_orchestration.consuming.batch import BatchResult, matching
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.consuming.dead_letter_values import describe
 from eventsql_orchestration.consuming.failures import Failure
-from eventsql_orchestration.consuming.handlers import OF_HANDLER, call_handler
+from eventsql_orchestration.consuming.handlers import call_handler, errors_of_handler
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.translation import ended_for_time
 from eventsql_orchestration.errors import ClaimLostError, DatabaseError
@@ -104,7 +104,7 @@ class BatchConsumer:
         try:
             with counting_exits():
                 return self.function(events, connection)
-        except OF_HANDLER as error:
+        except errors_of_handler() as error:
             self.tracebacks.show(error)
             raise
 
@@ -131,7 +131,7 @@ class RangeConsumer:
             with counting_exits():
                 returned = self.function(claim)
             self._require_commit(claim)
-        except OF_HANDLER as error:
+        except errors_of_handler() as error:
             of_database = isinstance(error, DatabaseError) and not ended_for_time(error)
             # If the range is not at fault, the next tick claims it again once the database is back.
             if of_database or isinstance(error, ClaimLostError) or self._is_committed(claim):

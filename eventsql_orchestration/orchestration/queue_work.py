@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
-from eventsql_orchestration.consuming.handlers import OF_HANDLER, call_handler
+from eventsql_orchestration.consuming.handlers import call_handler, errors_of_handler
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.load import disk_is_full
 from eventsql_orchestration.database.translation import ended_for_time
@@ -140,7 +140,7 @@ class QueueRun:
         if len(messages) > 1:
             try:
                 self._handle(messages)
-            except OF_HANDLER as error:
+            except errors_of_handler() as error:
                 if _is_outside(error):
                     raise
                 self.log.info(
@@ -169,7 +169,7 @@ class QueueRun:
                 return
             self.done.lost += 1
             self.log.warning("the effects of a message were rolled back: %s", lost)
-        except OF_HANDLER as error:
+        except errors_of_handler() as error:
             if _is_outside(error):
                 raise
             self._fail(message, error)

@@ -21,7 +21,7 @@ from eventsql_orchestration.consuming.queue_handler import takes_connection
 from eventsql_orchestration.consuming.running import Running
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.threads import start_thread
-from tests.effects import MuteError
+from tests.effects import MuteError, PanicException
 from tests.waiting import PATIENCE
 
 ANSWER = Publication("answers", b"1")
@@ -189,6 +189,15 @@ def test_a_handler_that_exits_or_raises_an_error_without_text_spends_an_attempt_
 
     with getattr(platform.consumers, way)("orders", "mailer", handle):
         until(lambda: platform.lag("orders")[0].cause is LagCause.BLOCKED)
+
+
+@with_one_event
+def test_a_panic_of_a_library_in_rust_is_a_failure_in_the_main_thread_too(platform: EventSQL) -> None:
+    def handle(_events: object, _connection: object) -> None:
+        raise PanicException
+
+    assert platform.consumers.consume_once("orders", "mailer", handle) == 0
+    assert platform.lag("orders")[0].cause is LagCause.BLOCKED
 
 
 @with_one_event

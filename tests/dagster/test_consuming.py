@@ -22,6 +22,7 @@ from eventsql_orchestration.orchestration import drain
 from eventsql_orchestration.storage.metrics import Place
 from tests.dagster.conftest import Metadata, Workbench, registering
 from tests.dagster.location import ledger, record
+from tests.effects import PanicException
 from tests.waiting import wait_until
 
 TOPIC = Topic("rides")
@@ -312,13 +313,14 @@ def test_a_dead_letter_is_passed_and_the_run_succeeds_and_says_so(bench: Workben
     assert [letter.value for letter in bench.platform.dead_letters.list("rides")] == [b"3"]
 
 
-def test_an_event_whose_function_exits_becomes_a_dead_letter(bench: Workbench) -> None:
-    def exits(events: Sequence[Event], connection: Connection) -> None:
+@pytest.mark.parametrize("error", [SystemExit(3), PanicException()])
+def test_an_event_whose_function_exits_or_panics_becomes_a_dead_letter(bench: Workbench, error: BaseException) -> None:
+    def ends(events: Sequence[Event], connection: Connection) -> None:
         if b"1" in {event.value for event in events}:
-            raise SystemExit(3)
+            raise error
         record(events, connection)
 
-    definition = define(exits)
+    definition = define(ends)
     bench.platform.registry.register_topic(Topic("rides_dlt"))
     bench.platform.registry.register_consumer(definition.consumer, max_attempts=1)
     ids = bench.publish("rides", 3)

@@ -38,7 +38,7 @@ from eventsql_orchestration.errors import DatabaseUnavailableError, PermissionDe
 from eventsql_orchestration.orchestration.trace.tracer import Tracer
 from eventsql_orchestration.queue import Message, NewMessage, Queue, QueueOptions, held_messages
 from tests.dagster.conftest import Metadata, Workbench, sql
-from tests.effects import FullDiskError
+from tests.effects import FullDiskError, PanicException
 from tests.fixtures import Until
 
 LIMITS = WorkLimits(max_wait=0.0, drain_idle=0.0, batch=5)
@@ -186,8 +186,10 @@ def test_a_failing_message_delays_no_other_and_becomes_a_dead_letter(work: Work)
     assert [entry["reason"] for entry in letter.history][:2] == ["ValueError: no such picture"] * 2
 
 
-@pytest.mark.parametrize("error", [CancelledError, SystemExit])
-def test_a_message_whose_task_was_cancelled_or_exits_delays_no_other(work: Work, error: type[BaseException]) -> None:
+@pytest.mark.parametrize("error", [CancelledError, SystemExit, PanicException])
+def test_a_message_whose_task_was_cancelled_exits_or_panics_delays_no_other(
+    work: Work, error: type[BaseException]
+) -> None:
     ids = work.send(3)
 
     def ends(messages: Sequence[Message], connection: Connection) -> None:
