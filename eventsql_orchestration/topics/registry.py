@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from dataclasses import replace
 from typing import Any, Final, TypedDict, Unpack
@@ -17,7 +16,7 @@ from eventsql_orchestration.database.held_by_handlers import check_not_held
 from eventsql_orchestration.database.rows import fetch_all
 from eventsql_orchestration.database.sessions import let_last, read_committed
 from eventsql_orchestration.errors import InvalidNameError, RedefinitionError, RegistryError, ValidationError
-from eventsql_orchestration.forks import after_fork
+from eventsql_orchestration.forks import ProcessLock
 from eventsql_orchestration.model import (
     BLOCKS,
     COMPRESSIONS,
@@ -87,12 +86,7 @@ class Registry:
         self._cache: dict[str, tuple[float, Topic]] = {}
         self._forgotten = 0
         """How often a topic was forgotten. A definition that was read before that is not kept."""
-        self._cache_lock = threading.Lock()
-        after_fork(self, Registry._after_fork)
-
-    def _after_fork(self) -> None:
-        """See `forks`."""
-        self._cache_lock = threading.Lock()
+        self._turn = ProcessLock()
 
     # Topics
 
@@ -176,7 +170,7 @@ class Registry:
             return known
         now, forgotten = time.monotonic(), self._forgotten
         topic = self.topic(name)
-        with self._cache_lock:
+        with self._turn.lock:
             if self._forgotten == forgotten:
                 self._cache[name] = (now, topic)
         return topic
@@ -191,7 +185,7 @@ class Registry:
 
     def forget(self, name: str) -> None:
         """Look a topic up anew at its next use."""
-        with self._cache_lock:
+        with self._turn.lock:
             self._forgotten += 1
             self._cache.pop(name, None)
 
