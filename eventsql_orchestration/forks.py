@@ -7,11 +7,12 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 logger = logging.getLogger(__name__)
 
 Owner = TypeVar("Owner")
+Kept = TypeVar("Kept")
 
 OF_PARENTS: Final[list[object]] = []
 """Connections of the parent processes. They are never freed: freeing one uses locks and memory that a thread of the
@@ -38,6 +39,29 @@ class ProcessLock:
 
     def _begin_anew(self) -> None:
         self.lock = threading.Lock()
+
+
+class ProcessSet(Generic[Kept]):
+    """Objects of this process, for as long as something else keeps them. A forked process begins with none of them."""
+
+    def __init__(self) -> None:
+        self._begin_anew()
+        after_fork(self, ProcessSet._begin_anew)
+
+    def _begin_anew(self) -> None:
+        # A set cannot be read while another thread adds to it.
+        self._lock, self._kept = threading.Lock(), weakref.WeakSet[Kept]()
+
+    def add(self, each: Kept) -> None:
+        with self._lock:
+            self._kept.add(each)
+
+    def all(self, *, forget: bool = False) -> list[Kept]:
+        with self._lock:
+            found = list(self._kept)
+            if forget:
+                self._kept.clear()
+        return found
 
 
 def _begin_anew() -> None:

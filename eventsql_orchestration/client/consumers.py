@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, wait
@@ -27,7 +26,7 @@ from eventsql_orchestration.errors import (
     EventSQLError,
     PartitionOutOfRangeError,
 )
-from eventsql_orchestration.forks import after_fork
+from eventsql_orchestration.forks import ProcessSet
 from eventsql_orchestration.publishing.transfer import Delay, OnMoved
 from eventsql_orchestration.retry import pause_while_away
 from eventsql_orchestration.shards.barriers import Barriers
@@ -117,13 +116,8 @@ class ClusterConsumers:
         self._throttles = Throttles()
         for shard in cluster.shards:
             self.join(shard)
-        # The threads of running consumptions keep them alive.
-        self._started: weakref.WeakSet[ClusterConsumption] = weakref.WeakSet()
-        after_fork(self, ClusterConsumers._after_fork)
-
-    def _after_fork(self) -> None:
-        """See `forks`. Only the parent process stops the consumptions that it runs."""
-        self._started = weakref.WeakSet()
+        self._started: ProcessSet[ClusterConsumption] = ProcessSet()
+        """A running consumption is kept by its threads."""
 
     def join(self, shard: Shard) -> None:
         """Throttle the consumers of all shards together, this shard included."""
@@ -262,10 +256,8 @@ class ClusterConsumers:
         """Stop all consumptions that were started here or on a shard, within `timeout` seconds in all."""
         deadline = time.monotonic() + timeout
         self._cluster.background.remove(self._barriers.settle)
-        started = list(self._started)
-        # Clear the list before the wait: the wait does not include a consumption that is started meanwhile.
-        self._started.clear()
-        ended = [stop_all(started, deadline)]
+        # The wait does not include a consumption that is started meanwhile.
+        ended = [stop_all(self._started.all(forget=True), deadline)]
         ended += [shard.consumers.close(max(0.0, deadline - time.monotonic())) for shard in self._cluster.shards]
         return all(ended)
 

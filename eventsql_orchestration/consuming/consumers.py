@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 import time
-import weakref
 from collections.abc import Sequence
 from typing import Final, TypeVar, Unpack
 
@@ -36,7 +34,7 @@ from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.notifications import Listener
 from eventsql_orchestration.database.rows import fetch_all
 from eventsql_orchestration.errors import PartitionOutOfRangeError, ValidationError
-from eventsql_orchestration.forks import after_fork
+from eventsql_orchestration.forks import ProcessSet
 from eventsql_orchestration.model import NOT_PARTITIONED
 from eventsql_orchestration.storage.log_queries import LogQueries
 from eventsql_orchestration.storage.reading import LogReader
@@ -140,15 +138,9 @@ class Consumers:
         self.throttles = Throttles()
         """Throttles of consumers. The databases of a cluster share them."""
         self.commit_retry = CommitRetryLimits()
-        # A running consumption is kept by its threads.
-        self._running: weakref.WeakSet[Running] = weakref.WeakSet()
-        self._running_lock = threading.Lock()
+        self._running: ProcessSet[Running] = ProcessSet()
+        """A running consumption is kept by its threads."""
         self._retries: dict[ConsumerPartition, CommitRetry] = {}
-        after_fork(self, Consumers._after_fork)
-
-    def _after_fork(self) -> None:
-        """See `forks`. Only the parent process stops the consumptions that it runs."""
-        self._running, self._running_lock = weakref.WeakSet(), threading.Lock()
 
     def start(
         self, topic: str, consumer: str, handler: EventHandler, *, workers: int = MAX_WORKERS,
@@ -223,8 +215,7 @@ class Consumers:
         return lambda asked: self._ready(key.topic, key.consumer, asked, partitioned=partitioned)
 
     def _runs(self, started: AnyRunning) -> AnyRunning:
-        with self._running_lock:
-            self._running.add(started)
+        self._running.add(started)
         return started
 
     def _keys(self, topic: str, consumer: str, partition: int | None = None) -> list[ConsumerPartition]:
@@ -303,8 +294,4 @@ class Consumers:
 
     def close(self, timeout: float = 10.0) -> bool:
         """Stop every consumption that was started here, as `Consumption.stop`, all within `timeout` seconds."""
-        deadline = time.monotonic() + timeout
-        with self._running_lock:
-            stopping = list(self._running)
-            self._running.clear()
-        return stop_all(stopping, deadline)
+        return stop_all(self._running.all(forget=True), time.monotonic() + timeout)

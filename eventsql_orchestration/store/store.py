@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
-from weakref import WeakSet
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import CallersConnection, Database, Queries
@@ -16,7 +14,7 @@ from eventsql_orchestration.database.notifications import STORE, Listener
 from eventsql_orchestration.database.notifier import Notifier
 from eventsql_orchestration.database.rows import fetch_first, fetch_one, query_all
 from eventsql_orchestration.errors import ValidationError
-from eventsql_orchestration.forks import after_fork
+from eventsql_orchestration.forks import ProcessSet
 from eventsql_orchestration.store.appending import Appender, Appending, ExpectedVersion
 from eventsql_orchestration.store.archive import Archive, Archived
 from eventsql_orchestration.store.change import (
@@ -77,14 +75,8 @@ class Store:
         self._archive = Archive(database)
         self.order = GlobalOrder(database)
         self._at_home = False
-        # A subscription that runs is kept by its thread.
-        self._subscriptions: WeakSet[Subscription] = WeakSet()
-        self._subscribing = threading.Lock()
-        after_fork(self, Store._after_fork)
-
-    def _after_fork(self) -> None:
-        """See `forks`. Only the parent process stops the subscriptions that it runs."""
-        self._subscriptions, self._subscribing = WeakSet(), threading.Lock()
+        self._subscriptions: ProcessSet[Subscription] = ProcessSet()
+        """A subscription that runs is kept by its thread."""
 
     def append(
         self, aggregate_type: str, aggregate_id: str, changes: Sequence[Change],
@@ -262,8 +254,7 @@ class Store:
         only = filters(types, kinds)
         subscription = Subscription(self.database, name, handler, only=only, options=options, listener=self.listener)
         register(self.database, name, start, only)
-        with self._subscribing:
-            self._subscriptions.add(subscription)
+        self._subscriptions.add(subscription)
         return subscription.start() if background else subscription
 
     def close(self, timeout: float = 10.0) -> bool:
@@ -274,8 +265,7 @@ class Store:
         """
         deadline = time.monotonic() + timeout
         self._at_home = False
-        with self._subscribing:
-            subscriptions = list(self._subscriptions)
+        subscriptions = self._subscriptions.all()
         for each in subscriptions:
             each.stop(0.0)
         ended = [each.stop(max(0.0, deadline - time.monotonic())) for each in subscriptions]

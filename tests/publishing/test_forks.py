@@ -5,12 +5,15 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections import Counter
+import threading
+from collections import Counter, deque
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from eventsql_orchestration import Consumer, EventSQL, Topic
+from eventsql_orchestration.forks import ProcessSet
 from tests.fixtures import Until
 from tests.publishing.forking import MANY
 from tests.shards.conftest import Databases, databases
@@ -117,3 +120,31 @@ def test_a_child_finds_out_by_itself_whether_a_shard_is_down(databases: Database
         )
     assert counts.total() == 20
     assert min(counts.values()) > 0
+
+
+class Kept:
+    """An object that a process keeps a list of."""
+
+
+def test_the_objects_of_a_process_are_read_while_a_thread_adds_others() -> None:
+    objects, alive, over = ProcessSet[Kept](), deque[Kept](maxlen=1_000), threading.Event()
+    interval = sys.getswitchinterval()
+
+    def add() -> None:
+        while not over.is_set():
+            alive.append(Kept())
+            objects.add(alive[-1])
+
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor() as threads:
+            adding = threads.submit(add)
+            try:
+                for _ in range(3_000):
+                    objects.all()
+            finally:
+                over.set()
+            adding.result(PATIENCE)
+    finally:
+        sys.setswitchinterval(interval)
+    assert set(objects.all()) == set(alive)
