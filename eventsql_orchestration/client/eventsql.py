@@ -71,16 +71,9 @@ class EventSQL:
     """
 
     def __init__(
-        self,
-        dsn: str,
-        *more: str,
-        schema: str = DEFAULT_SCHEMA,
-        migrate: bool = True,
-        transfer: bool = True,
-        straight: bool = True,
-        on_shard_down: OnShardDown = "fail",
-        shard_timeout: float = 10.0,
-    ) -> None:
+        self, dsn: str, *more: str, schema: str = DEFAULT_SCHEMA, migrate: bool = True, transfer: bool = True,
+        straight: bool = True, on_shard_down: OnShardDown = "fail", shard_timeout: float = 10.0,
+    ) -> None:  # fmt: skip
         self._options: Any = {"schema": schema, "migrate": migrate, "transfer": transfer, "straight": straight}
         shards = [Shard(each, **self._options) for each in (dsn, *more)]
         self._cluster = Cluster(shards, migrate=migrate, on_down=on_shard_down, timeout=shard_timeout)

@@ -66,15 +66,10 @@ class Database:
     """
 
     def __init__(
-        self,
-        dsn: str,
-        *,
-        schema: str = DEFAULT_SCHEMA,
-        migrate: bool = True,
-        pool_size: int = 10,
-        max_overflow: int = 20,
+        self, dsn: str,
+        *, schema: str = DEFAULT_SCHEMA, migrate: bool = True, pool_size: int = 10, max_overflow: int = 20,
         application_name: str = "eventsql",
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.url, self._direct_url = split_direct(parse_dsn(dsn))
         self.schema = check_schema_name(schema)
         self._migrate = migrate

@@ -83,13 +83,9 @@ class _Families:
         self._add(CounterMetricFamily, name, text, value, labels)
 
     def _add(
-        self,
-        kind: type[CounterMetricFamily | GaugeMetricFamily],
-        name: str,
-        text: str,
-        value: float,
+        self, kind: type[CounterMetricFamily | GaugeMetricFamily], name: str, text: str, value: float,
         labels: dict[str, str],
-    ) -> None:
+    ) -> None:  # fmt: skip
         labels = {"shard": self.shard, **labels}
         family = self._families.get(name)
         if family is None:

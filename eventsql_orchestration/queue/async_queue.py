@@ -29,17 +29,11 @@ class AsyncQueue:
 
     @checks_itself
     async def send(
-        self,
-        body: bytes,
-        *,
-        key: str | None = None,
-        metadata: Mapping[str, str] = NO_METADATA,
-        delay: Duration = 0.0,
-        due: datetime | None = None,
-        priority: int = 0,
-        deduplication_id: str | None = None,
+        self, body: bytes,
+        *, key: str | None = None, metadata: Mapping[str, str] = NO_METADATA, delay: Duration = 0.0,
+        due: datetime | None = None, priority: int = 0, deduplication_id: str | None = None,
         connection: CallersConnection | None = None,
-    ) -> int:
+    ) -> int:  # fmt: skip
         """As `Queue.send`."""
         message = NewMessage(body, key, metadata, delay, due, priority, deduplication_id)
         return (await self.send_all([message], connection=connection))[0]

@@ -65,17 +65,11 @@ class MessageQueue:
     """All that a `Queue` does, except for its workers, which use this class."""
 
     def __init__(
-        self,
-        source: Source,
-        name: str,
-        *,
-        ordered: bool | None = None,
-        visibility_timeout: Duration | None = None,
-        max_receives: int | None = None,
-        dead_letters: str | None = None,
-        retention: Duration | None = None,
+        self, source: Source, name: str,
+        *, ordered: bool | None = None, visibility_timeout: Duration | None = None, max_receives: int | None = None,
+        dead_letters: str | None = None, retention: Duration | None = None,
         deduplication_window: Duration | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.name = check_name("queue name", name)
         options = QueueOptions(ordered, visibility_timeout, max_receives, dead_letters, retention, deduplication_window)
         self._shards = QueueShards(source, name, checked_options(name, options))
@@ -94,17 +88,11 @@ class MessageQueue:
 
     @checks_itself
     def send(
-        self,
-        body: bytes,
-        *,
-        key: str | None = None,
-        metadata: Mapping[str, str] = NO_METADATA,
-        delay: Duration = 0.0,
-        due: datetime | None = None,
-        priority: int = 0,
-        deduplication_id: str | None = None,
+        self, body: bytes,
+        *, key: str | None = None, metadata: Mapping[str, str] = NO_METADATA, delay: Duration = 0.0,
+        due: datetime | None = None, priority: int = 0, deduplication_id: str | None = None,
         connection: CallersConnection | None = None,
-    ) -> int:
+    ) -> int:  # fmt: skip
         """Send one message and return its id. `NewMessage` describes its fields.
 
         With `connection`, of psycopg or SQLAlchemy, it is sent when the caller's transaction commits. For a message

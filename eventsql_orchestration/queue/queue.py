@@ -41,14 +41,10 @@ class Queue(MessageQueue):
     """
 
     def work(
-        self,
-        handler: Handler,
-        *,
-        workers: int = 1,
-        max_messages: int = 10,
-        visibility_timeout: Duration | None = None,
+        self, handler: Handler,
+        *, workers: int = 1, max_messages: int = 10, visibility_timeout: Duration | None = None,
         backoff: Backoff = exponential,
-    ) -> QueueWorkers:
+    ) -> QueueWorkers:  # fmt: skip
         """Start threads that call `handler(message, connection)` for each message; `stop()` ends them.
 
         Writes through `connection` commit together with the acknowledgement: exactly once. All other effects happen at

@@ -76,16 +76,10 @@ class QueueTable:
     """
 
     def __init__(
-        self,
-        database: Database,
-        name: str,
-        options: QueueOptions,
-        *,
-        shard: str | None = None,
-        listener: Listener | None = None,
-        notifier: Notifier | None = None,
+        self, database: Database, name: str, options: QueueOptions,
+        *, shard: str | None = None, listener: Listener | None = None, notifier: Notifier | None = None,
         elsewhere: Callable[[QueueTable], QueueDefinition | None] = lambda _: None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.database = database
         self.listener = listener
         self.shard = shard

@@ -81,15 +81,9 @@ class QueueWorkers:
     """Running workers of a queue; `Queue.work` starts them. A context manager that stops them at its end."""
 
     def __init__(
-        self,
-        queue: MessageQueue,
-        handler: Handler,
-        *,
-        workers: int,
-        max_messages: int,
-        visibility_timeout: float | None,
-        backoff: Backoff,
-    ) -> None:
+        self, queue: MessageQueue, handler: Handler,
+        *, workers: int, max_messages: int, visibility_timeout: float | None, backoff: Backoff,
+    ) -> None:  # fmt: skip
         self._queue = queue
         self._handler = handler
         self._workers = workers

@@ -181,15 +181,9 @@ class SegmentDrops:
                 self._alter(connection, segment.table, f"COMMENT ON {place} IS {{text}}", text=text)
 
     def _alter(
-        self,
-        connection: Connection,
-        table: str,
-        statement: str,
-        *,
-        log: str = "",
-        text: str | None = None,
-        wait: float | None = None,
-    ) -> None:
+        self, connection: Connection, table: str, statement: str,
+        *, log: str = "", text: str | None = None, wait: float | None = None,
+    ) -> None:  # fmt: skip
         """Change a log's tables. `wait` (seconds) bounds the statement; without it, `LOCK_SECONDS` bounds each lock."""
         names = {
             "log": sql.Identifier(self._schema, log),

@@ -171,12 +171,8 @@ def public_directory(prefix: str) -> Path:
 
 
 def run_program(
-    command: Sequence[str],
-    account: Account | None,
-    *,
-    output: int | None = None,
-    timeout: float | None = None,
-) -> subprocess.CompletedProcess[str]:
+    command: Sequence[str], account: Account | None, *, output: int | None = None, timeout: float | None = None,
+) -> subprocess.CompletedProcess[str]:  # fmt: skip
     """Run a program under the account, without this process's PG… variables, which would change its behaviour.
 
     The descriptor `output` receives the output; without it, the result has the output. `timeout` is in seconds.
