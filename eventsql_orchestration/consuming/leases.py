@@ -58,16 +58,12 @@ class Lease:
         self._cancellation = cancellation
         self._events = events
         self._upto = upto
-        self._committed = False
+        self.committed = False
+        """Whether the offset has moved past the events."""
         self.rolled_back = False
         """Whether a `transaction` of the handler ended without its effects."""
         self.begun: Connection | None = None
         """The connection of the last `transaction`."""
-
-    @property
-    def committed(self) -> bool:
-        """Whether the offset has moved past the events."""
-        return self._committed
 
     @contextmanager
     def transaction(self) -> Iterator[Connection]:
@@ -76,7 +72,7 @@ class Lease:
         It locks the consumer's row, so it should be short, and the last step of the handler. Raises `ClaimLostError`,
         before the block if the loss is known by then.
         """
-        if self._committed:
+        if self.committed:
             raise ValidationError("the offset is committed already: use one transaction for all events")
         self.rolled_back = True
         self.begun = None
@@ -90,11 +86,11 @@ class Lease:
                 # psycopg would take the error for success, and the events would pass without their effects.
                 raise psycopg.ProgrammingError(ROLLED_BACK) from error
             claim = self._claims.commit(connection, self.claim, upto=self._upto, consumed=self._events)
-        self.claim, self._committed, self.rolled_back = claim, True, False
+        self.claim, self.committed, self.rolled_back = claim, True, False
 
     def commit(self) -> None:
         """Commit the offset, unless `transaction` did so together with effects. Raises `ClaimLostError`."""
-        if not self._committed:
+        if not self.committed:
             with self.transaction():
                 pass
 
