@@ -35,6 +35,7 @@ from eventsql_orchestration.cli.findings import Finding, Status, ok, problem, wa
 from eventsql_orchestration.cli.output import redact, timestamp, write_json
 from eventsql_orchestration.cli.parameters import AsJson, Number, command, option
 from eventsql_orchestration.cli.tables import Columns, picked, same, show_items
+from eventsql_orchestration.cli.topic_output import age
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.database import Queries
 from eventsql_orchestration.errors import (
@@ -211,7 +212,7 @@ def _transfer(shard: Shard, stalled_after: float) -> Iterator[Finding]:
         yield problem(
             "transfer",
             f"{counted(waiting[topic], 'event')} of topic {topic} not transferred, the oldest for "
-            f"{oldest[topic]:,.0f} s",
+            f"{age(round(oldest[topic]))}",
             "run eventsql transfer, or Dagster's daemon with the schedule of the transfer; its log names a fault",
         )
     if not stalled:
@@ -302,7 +303,7 @@ def _queues(shard: Shard, stalled_after: float) -> Iterator[Finding]:
         if each.seconds > stalled_after and not each.for_dead_letters:
             yield warning(
                 "queues",
-                f"a message of queue {each.queue} has been visible for {each.seconds:.0f} s",
+                f"a message of queue {each.queue} has been visible for {age(round(each.seconds))}",
                 "see whether its workers run; eventsql queue work --help",
             )
         if each.dead and each.dead_letters is not None:

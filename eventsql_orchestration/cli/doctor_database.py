@@ -8,6 +8,7 @@ from typing import Final
 from psycopg import sql
 
 from eventsql_orchestration.cli.findings import Finding, ok, problem, warning
+from eventsql_orchestration.cli.topic_output import age
 from eventsql_orchestration.database import Database, Queries, driver_connection, migrations
 from eventsql_orchestration.database.roles import Roles
 from eventsql_orchestration.database.rows import fetch_all
@@ -88,7 +89,7 @@ def transaction_findings(database: Database, longer_than: float = FORGOTTEN_SECO
         held = f"{counted(waiting, 'session')} {'waits' if waiting == 1 else 'wait'} for it, and " if waiting else ""
         yield warning(
             "transactions",
-            f"a transaction of role {role} has been open for {seconds:,.0f} s, {place}: {held}vacuum frees no row that "
-            "was deleted since, so tables grow",
+            f"a transaction of role {role} has been open for {age(round(seconds))}, {place}: {held}vacuum frees no row "
+            "that was deleted since, so tables grow",
             f"if nobody needs it: {end}",
         )

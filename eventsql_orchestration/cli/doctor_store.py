@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from eventsql_orchestration.cli.doctor_consumers import IDLE
 from eventsql_orchestration.cli.findings import Finding, problem, warning
 from eventsql_orchestration.cli.output import timestamp
+from eventsql_orchestration.cli.topic_output import age
 from eventsql_orchestration.database import Queries
 from eventsql_orchestration.database.rows import query_all
 from eventsql_orchestration.errors import PermissionDeniedError, RestoredStoreError
@@ -40,7 +41,8 @@ def store_findings(shard: Shard, stalled_after: float) -> Iterator[Finding]:
             yield warning(
                 "store",
                 f"subscription {each.name} waits with {counted(each.held_back, 'change')} for "
-                f"{each.held_back_by.description}, whose transaction is open for {each.held_back_by.seconds:.0f} s",
+                f"{each.held_back_by.description}, whose transaction is open for "
+                f"{age(round(each.held_back_by.seconds))}",
                 "end that transaction; pg_terminate_backend(pid) ends a process",
             )
         if each.attempts:

@@ -198,11 +198,15 @@ def test_a_healthy_installation_is_told_in_full(run: Run, platform: EventSQL, co
 def test_a_stalled_transfer_is_a_problem(run: Run, consumer: str, platform: EventSQL) -> None:
     platform.publisher.publish(Publication(TOPIC, b"1"))
     assert diagnose(run)[0] == 0
-    code, findings = diagnose(run, "--stalled-after", 0)
+    with platform.database.connection() as connection:
+        connection.execute(
+            "UPDATE eventsql.event_buffer SET eql_created_at = eql_created_at - interval '3 days 2 hours'"
+        )
+    code, findings = diagnose(run)
     assert code == 1
     (finding,) = findings["transfer"]
     assert finding["status"] == "problem"
-    assert finding["message"].startswith(f"1 event of topic {TOPIC} not transferred, the oldest for ")
+    assert finding["message"].startswith(f"1 event of topic {TOPIC} not transferred, the oldest for 3 d 2 h")
     assert finding["remedy"].startswith("run eventsql transfer, or Dagster's daemon")
     platform.transfer.run_once()
     assert diagnose(run, "--stalled-after", 0)[0] == 0
