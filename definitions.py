@@ -16,17 +16,21 @@ from eventsql_orchestration import Topic
 from eventsql_orchestration.dagster import (
     DEV_TAG,
     EventSQLResource,
+    build_alert_sensor,
     build_backfill,
     build_delivered_check,
+    build_housekeeping_schedule,
     build_lag_check,
+    build_lag_sensor,
     build_queue_checks,
     build_queue_sensor,
     build_register_job,
+    build_transfer_schedule,
     share_runs,
     topic_asset,
 )
 from eventsql_orchestration.spark import spark_config
-from sensors import alert_sensor, housekeeping, lag_sensor, transfer
+from sensors import notify
 
 TOPICS = [RIDE_ORDERS, ZONE_FARES, DRIVER_UTILISATION, RIDE_ANSWERS, FILE_CHANGES, DIRECTORY_CHURN]
 
@@ -109,11 +113,11 @@ defs = dg.Definitions(
     sensors=[
         *(sensor for consumer in CONSUMERS for sensor in consumer.sensors),
         *(worker.sensor for worker in WORKERS),
-        lag_sensor(CONSUMERS, CONSUMER_CHECKS, DEAD_LETTER_TOPICS),
+        build_lag_sensor(CONSUMERS, checks=CONSUMER_CHECKS, topics=DEAD_LETTER_TOPICS),
         build_queue_sensor(answers.QUEUES, checks=QUEUE_CHECKS),
-        alert_sensor([*REPORTED_CHECKS, *CHECKS]),
+        build_alert_sensor([*REPORTED_CHECKS, *CHECKS], notify),
     ],
-    schedules=[transfer, housekeeping(REPORTED_CHECKS)],
+    schedules=[build_transfer_schedule(), build_housekeeping_schedule(checks=REPORTED_CHECKS)],
     # A step's own process would take longer to start than to work. Assets that somebody materializes together have one
     # Spark session, one after the other, and not one each at once.
     executor=dg.in_process_executor,
