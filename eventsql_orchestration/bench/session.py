@@ -324,9 +324,9 @@ class Session:
 
     # Cleaning up
 
-    def _everywhere(self, statement: sql.SQL | sql.Composed, parameters: dict[str, object] | None = None) -> None:
+    def _everywhere(self, statement: sql.SQL | sql.Composed) -> None:
         for connection in self.connections:
-            connection.execute(statement, parameters)
+            connection.execute(statement)
 
     def _try(self, statement: sql.SQL | sql.Composed, parameters: dict[str, object] | None = None) -> None:
         """Execute a statement on every shard, and go on if it fails. If a server is gone, a later statement fails."""

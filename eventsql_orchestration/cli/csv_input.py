@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -26,15 +27,9 @@ def _as_text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _as_integer(text: str) -> str:
-    if not _INTEGER.fullmatch(text):
-        raise ValueError("not an integer")
-    return text
-
-
-def _as_number(text: str) -> str:
-    if not _NUMBER.fullmatch(text):
-        raise ValueError("not a number")
+def _as_it_is(text: str, form: re.Pattern[str], what: str) -> str:
+    if not form.fullmatch(text):
+        raise ValueError(f"not {what}")
     return text
 
 
@@ -61,8 +56,8 @@ _BOOLEANS: Final = {"true": "true", "t": "true", "false": "false", "f": "false"}
 
 _TYPES: Final[Mapping[str, Callable[[str], str]]] = {
     "text": _as_text,
-    "integer": _as_integer,
-    "number": _as_number,
+    "integer": partial(_as_it_is, form=_INTEGER, what="an integer"),
+    "number": partial(_as_it_is, form=_NUMBER, what="a number"),
     "boolean": _as_boolean,
     "json": _as_nested,
 }

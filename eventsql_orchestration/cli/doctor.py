@@ -9,7 +9,9 @@ import os
 import shlex
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Final
 
 import click
@@ -193,7 +195,9 @@ def _database(context: CliContext, shard: Shard, stalled_after: float) -> Iterat
         yield from _transfer(shard, stalled_after)
         for check in _CHECKS:
             yield from check(shard)
-        yield from store_findings(shard, stalled_after)
+        for check in (view_findings, projection_findings, partial(store_findings, stalled_after=stalled_after)):
+            with suppress(PermissionDeniedError):
+                yield from check(shard)
         yield from _queues(shard, stalled_after)
 
 
@@ -350,7 +354,7 @@ def _order(shard: Shard) -> Iterator[Finding]:
 
 _CHECKS: Final = (
     _sequences, _blocks, _compressions, _erasures, _captures, _stranded, _order, leftover_findings, consumer_findings,
-    idle_findings, unattended_findings, retention_findings, dead_letter_findings, view_findings, projection_findings,
+    idle_findings, unattended_findings, retention_findings, dead_letter_findings,
 )  # fmt: skip
 
 

@@ -1,4 +1,7 @@
-"""Findings of `eventsql doctor` about the event store, its projections, and views."""
+"""Findings of `eventsql doctor` about the event store, its projections, and views.
+
+Each raises `PermissionDeniedError`: roles have no rights on the event store and on views unless they were given some.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from eventsql_orchestration.cli.output import timestamp
 from eventsql_orchestration.cli.topic_output import age
 from eventsql_orchestration.database import Queries
 from eventsql_orchestration.database.rows import query_all
-from eventsql_orchestration.errors import PermissionDeniedError, RestoredStoreError
+from eventsql_orchestration.errors import RestoredStoreError
 from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.store.store import Store
 from eventsql_orchestration.validation import advised, counted
@@ -22,9 +25,6 @@ def store_findings(shard: Shard, stalled_after: float) -> Iterator[Finding]:
     """An event store of another server, and subscriptions that stand still."""
     try:
         subscriptions = Store(shard.database).subscriptions()
-    except PermissionDeniedError:
-        # Roles have no rights on the event store unless they were given some.
-        return
     except RestoredStoreError as error:
         yield problem("store", error.message, "eventsql store adopt")
         return
@@ -63,10 +63,7 @@ def store_findings(shard: Shard, stalled_after: float) -> Iterator[Finding]:
 
 def projection_findings(shard: Shard) -> Iterator[Finding]:
     """Rebuilds of projections that have not ended."""
-    try:
-        rebuilds = query_all(shard.database, Queries("projections", shard.database.schema)("progress"), prepare=False)
-    except PermissionDeniedError:
-        return
+    rebuilds = query_all(shard.database, Queries("projections", shard.database.schema)("progress"), prepare=False)
     for name, applied, began in rebuilds:
         yield warning(
             "store",
@@ -79,10 +76,7 @@ def projection_findings(shard: Shard) -> Iterator[Finding]:
 def view_findings(shard: Shard) -> Iterator[Finding]:
     """Views whose retention nobody applies, and rebuilds that have not ended."""
     views = Views(shard.database)
-    try:
-        overdue, rebuilds = views.overdue(), views.unfinished_rebuilds()
-    except PermissionDeniedError:
-        return
+    overdue, rebuilds = views.overdue(), views.unfinished_rebuilds()
     for name, began in rebuilds.items():
         yield warning(
             "views",
