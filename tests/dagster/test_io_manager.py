@@ -28,7 +28,6 @@ from eventsql_orchestration.dagster import (
     topic_asset,
     topic_key,
 )
-from eventsql_orchestration.dagster.io.publish import publish
 from eventsql_orchestration.dagster.lineage.origin import Origin
 from eventsql_orchestration.errors import (
     ConfigurationError,
@@ -307,12 +306,12 @@ def test_two_processes_that_publish_at_once_publish_once(
         attempt = stage(*arguments)
         if not inner:
             inner.append(Published("sums", 0, "none yet"))
-            inner[0] = publish(origin, [{"value": "first"}], eventsql=bench.eventsql, topic="sums")
+            inner[0] = publication.publish(origin, [{"value": "first"}], access=bench.eventsql, topic="sums")
         return attempt
 
     monkeypatch.setattr(staging, "stage", overtaken)
     origin = Origin("run", "run", "sums")
-    outer = publish(origin, [{"value": "second"}], eventsql=bench.eventsql, topic="sums")
+    outer = publication.publish(origin, [{"value": "second"}], access=bench.eventsql, topic="sums")
     assert events(bench) == [(None, b"first")]
     assert (inner[0].repeated, outer.repeated) == (False, True)
     assert outer.spans == inner[0].spans != ()

@@ -13,10 +13,10 @@ from eventsql_orchestration import Consumer, EventSQL, Topic
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.dagster import EventSQLResource, publish_events
 from eventsql_orchestration.dagster.housekeeping.prune import delete_publications
-from eventsql_orchestration.dagster.io.publish import publish
 from eventsql_orchestration.dagster.lineage.origin import Origin
 from eventsql_orchestration.dagster.lineage.published import add_up
 from eventsql_orchestration.errors import ClaimLostError
+from eventsql_orchestration.orchestration.publication import publish
 from eventsql_orchestration.sharding import shard_of_key
 from tests.conftest import Administrator
 from tests.dagster.conftest import NOWHERE, sql
@@ -72,9 +72,9 @@ def test_an_asset_publishes_once_in_a_run_and_says_where_on_each_shard(
 def test_a_repeated_run_learns_that_it_has_published_while_a_shard_is_down(eventsql: EventSQLResource) -> None:
     """The first shard, whose URL is the last one here, has the record."""
     origin = Origin("run", "run", "fares")
-    publish(origin, ROWS, eventsql=eventsql, topic="fares")
+    publish(origin, ROWS, access=eventsql, topic="fares")
     down = EventSQLResource(dsn=f"{NOWHERE} {eventsql.shard('shard-1').database.dsn}")
-    again = publish(origin, ROWS, eventsql=down, topic="fares")
+    again = publish(origin, ROWS, access=down, topic="fares")
     assert (again.events, again.repeated) == (len(ROWS), True)
     down.platform.close()
     assert sum(map(len, events(eventsql.platform).values())) == len(ROWS)
@@ -100,7 +100,7 @@ def test_a_claim_of_one_shard_is_committed_with_events_on_all(eventsql: EventSQL
     assert claims[0].id == claims[1].id, "the claims of both shards have equal ids"
     for number, claim in enumerate(claims, start=1):
         for repeated in (False, True):
-            published = publish(Origin("run", "run", "fares"), ROWS, eventsql=eventsql, topic="fares", claim=claim)
+            published = publish(Origin("run", "run", "fares"), ROWS, access=eventsql, topic="fares", claim=claim)
             assert (published.events, published.repeated) == (len(ROWS), repeated)
             assert {span.shard for span in published.spans} == set(NAMES)
         assert eventsql.shard(claim.shard).claims.get(claim.id)[1] == "committed"
@@ -111,12 +111,12 @@ def test_a_claim_that_was_lost_publishes_nothing(eventsql: EventSQLResource) -> 
     claim = claim_on(eventsql, "shard-2")
     eventsql.shard("shard-2").claims.release(claim)
     with pytest.raises(ClaimLostError):
-        publish(Origin("run", "run", "fares"), ROWS, eventsql=eventsql, topic="fares", claim=claim)
+        publish(Origin("run", "run", "fares"), ROWS, access=eventsql, topic="fares", claim=claim)
     assert events(eventsql.platform) == {"shard-1": [], "shard-2": []}
 
 
 def test_the_records_of_all_shards_are_deleted(instance: dg.DagsterInstance, eventsql: EventSQLResource) -> None:
-    publish(Origin("gone", "gone", "fares"), ROWS, eventsql=eventsql, topic="fares")
+    publish(Origin("gone", "gone", "fares"), ROWS, access=eventsql, topic="fares")
     later = datetime.now(UTC) + timedelta(seconds=1)
     for deleted in (1, 0):
         assert sum(delete_publications(shard, instance, before=later) for shard in eventsql.shards) == deleted

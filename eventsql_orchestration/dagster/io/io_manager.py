@@ -12,7 +12,6 @@ from pydantic import Field, field_validator
 
 from eventsql_orchestration import NOT_PARTITIONED, Event, OffsetRange, Shard
 from eventsql_orchestration.dagster import metadata_keys as keys
-from eventsql_orchestration.dagster.io.publish import publish
 from eventsql_orchestration.dagster.lineage.origin import RANGE, Origin, input_metadata
 from eventsql_orchestration.dagster.lineage.published import metadata_of
 from eventsql_orchestration.dagster.register import require_topic
@@ -20,6 +19,7 @@ from eventsql_orchestration.dagster.resources import EventSQLResource
 from eventsql_orchestration.dagster.topics import TOPIC_PREFIX
 from eventsql_orchestration.errors import ConfigurationError, DataLossError, ValidationError
 from eventsql_orchestration.model import check_partition, check_topic_name
+from eventsql_orchestration.orchestration import publication
 from eventsql_orchestration.orchestration.provenance import DAGSTER_ASSET, DAGSTER_PARTITION, DAGSTER_RUN
 from eventsql_orchestration.topics.reader import Reader
 
@@ -124,7 +124,10 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
         output = f"output {context.step_key}.{context.name}"
         if context.mapping_key is not None:
             output += f"[{context.mapping_key}]"
-        published = publish(Origin.of_output(context), obj, eventsql=self.eventsql, topic=topic, output=output)
+        require_topic(self.eventsql.platform, topic)
+        published = publication.publish(
+            Origin.of_output(context), obj, access=self.eventsql, topic=topic, output=output
+        )
         context.log.info("%s", published)
         context.add_output_metadata(metadata_of(published))
 

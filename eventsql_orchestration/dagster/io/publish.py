@@ -10,7 +10,6 @@ from eventsql_orchestration.dagster.lineage.published import metadata_of
 from eventsql_orchestration.dagster.register import require_topic
 from eventsql_orchestration.dagster.resources import EventSQLResource
 from eventsql_orchestration.orchestration import publication
-from eventsql_orchestration.orchestration.publication import Published
 
 
 def publish_events(
@@ -34,32 +33,14 @@ def publish_events(
     The events are transferred at once, so that the metadata can name their offsets. Raises `ClaimLostError`,
     `TopicNotFoundError`, `ValidationError` or `DatabaseError`; then nothing was published.
     """
-    output = f"step {step_of(context)}"
-    published = publish(
-        Origin.of(context), events, eventsql=eventsql, topic=topic, claim=claim, batch=batch, output=output
-    )
+    require_topic(eventsql.platform, topic)
+    published = publication.publish(
+        Origin.of(context), events, access=eventsql, topic=topic, claim=claim, batch=batch,
+        output=f"step {step_of(context)}",
+    )  # fmt: skip
     context.log.info("%s", published)
     return metadata_of(published)
 
 
 publish_dataframe = publish_events
 """Another name of `publish_events`, for Spark assets, which publish DataFrames."""
-
-
-def publish(
-    origin: Origin,
-    value: object,
-    *,
-    eventsql: EventSQLResource,
-    topic: str,
-    claim: Claim | None = None,
-    batch: int = 0,
-    output: str | None = None,
-) -> Published:
-    """Publish the output of an asset: any of the forms of `frames.event_batches`, or a DataFrame of Spark.
-
-    It is published once for each asset, partition, topic, `output` and `batch` of a run and its re-executions, or of a
-    `claim`. Raises the errors of `publish_events`.
-    """
-    require_topic(eventsql.platform, topic)
-    return publication.publish(origin, value, access=eventsql, topic=topic, claim=claim, batch=batch, output=output)
