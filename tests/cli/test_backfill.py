@@ -222,6 +222,34 @@ def test_one_object_with_two_names_is_found(ledger: Ledger, tmp_path: Path) -> N
         launcher.close()
 
 
+def test_a_process_that_dies_before_its_run_does_not_give_the_reason_of_an_earlier_run(
+    ledger: Ledger, tmp_path: Path
+) -> None:
+    ledger.publish(1)
+    (planned,) = Backfills(ledger.platform.shards).plan("orders", "fragile", ReplayRange(Earliest())).runs
+    file = location_file(tmp_path, "two names")
+    launcher = LocalRuns(CodeLocation(file), "orders", "fragile", environment={})
+
+    @dg.op
+    def broken() -> None:
+        raise ValueError("the fault of the earlier run")
+
+    @dg.job(tags=launcher.job.run_tags("may", planned.key("may")))
+    def earlier() -> None:
+        broken()
+
+    try:
+        earlier.execute_in_process(instance=launcher._instance, raise_on_error=False)
+        file.write_text("raise RuntimeError('the location is broken now')\n")
+        run = launcher.launch("may", planned.key("may"))
+        wait_until(lambda: launcher.ended([run]), "the end of the process")
+        why = launcher.ended([run])[run].why
+    finally:
+        launcher.close()
+    assert why.startswith("its process ended with exit code 1")
+    assert "the location is broken now" in why
+
+
 @pytest.mark.parametrize(
     ("kind", "says"),
     [("two", "not one: defs, other"), ("none", "no Definitions"),

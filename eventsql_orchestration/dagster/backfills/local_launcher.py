@@ -20,13 +20,16 @@ from eventsql_orchestration.dagster.backfills.assets import ASSETS_METADATA, bac
 from eventsql_orchestration.dagster.backfills.job import DEFINE_IT, DagsterJob
 from eventsql_orchestration.dagster.local.code_location import CodeLocation
 from eventsql_orchestration.dagster.local.dagster_process import failure_of, last_line
-from eventsql_orchestration.dagster.tags import BACKFILL_OF_TAG, DAGSTER_PARTITION_TAG
+from eventsql_orchestration.dagster.tags import BACKFILL_OF_TAG, HIDDEN
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.orchestration.backfills.launcher import Ended, Launcher
 from eventsql_orchestration.orchestration.errors import RunFailedError
 
 GRACE: Final = 15.0
 """Seconds in which an interrupted run may give its claim back. After them, the run is killed."""
+
+_PROCESS_TAG: Final = f"{HIDDEN}process"
+"""On a run; its value is the number of the process here. Other runs may have been of the same partition."""
 
 
 class LocalRuns(Launcher):
@@ -49,7 +52,7 @@ class LocalRuns(Launcher):
             Path(home, "dagster.yaml").write_text("telemetry:\n  enabled: false\n", encoding="utf-8")
         self._environment = {**os.environ, **environment, "DAGSTER_HOME": home}
         self._instance = dg.DagsterInstance.from_config(home)
-        self._processes: dict[str, tuple[subprocess.Popen[bytes], str]] = {}
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     @cached_property
     def job(self) -> DagsterJob:
@@ -76,7 +79,7 @@ class LocalRuns(Launcher):
         # fmt: off
         command = [
             sys.executable, "-m", "dagster", "job", "execute", *self.location.arguments(), "-a", job.repository,
-            "-j", job.name, "--tags", json.dumps(job.run_tags(backfill_id, key)),
+            "-j", job.name, "--tags", json.dumps({**job.run_tags(backfill_id, key), _PROCESS_TAG: number}),
         ]
         # fmt: on
         if config := job.config(max_failures):
@@ -92,21 +95,20 @@ class LocalRuns(Launcher):
                 )  # fmt: skip
         except OSError as error:
             raise RunFailedError(f"no process could be started for {key}: {error}") from error
-        self._processes[number] = process, key
+        self._processes[number] = process
         return number
 
     def ended(self, runs: Iterable[str]) -> dict[str, Ended]:
         ended = {}
         for number in runs:
-            process, key = self._processes[number]
-            code = process.poll()
+            code = self._processes[number].poll()
             if code is not None:
-                ended[number] = Ended(True) if code == 0 else Ended(False, self._why(number, key, code))
+                ended[number] = Ended(True) if code == 0 else Ended(False, self._why(number, code))
         return ended
 
     def close(self) -> None:
         """Interrupt the runs, and kill the runs that do not end within 15 s."""
-        running = [process for process, _ in self._processes.values() if process.poll() is None]
+        running = [process for process in self._processes.values() if process.poll() is None]
         for process in running:
             process.send_signal(signal.SIGINT)
         for process in running:
@@ -121,10 +123,10 @@ class LocalRuns(Launcher):
     def _log(self, number: str) -> Path:
         return Path(self._directory.name, f"{number}.log")
 
-    def _why(self, number: str, key: str, code: int) -> str:
+    def _why(self, number: str, code: int) -> str:
         if code < 0:
             return f"its process was killed by signal {-code}"
-        for run in self._instance.get_runs(dg.RunsFilter(tags={DAGSTER_PARTITION_TAG: key}), limit=1):
+        for run in self._instance.get_runs(dg.RunsFilter(tags={_PROCESS_TAG: number}), limit=1):
             if (why := failure_of(self._instance, run.run_id)) is not None:
                 return why
         return f"its process ended with exit code {code}: {last_line(self._log(number))}"
