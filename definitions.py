@@ -121,8 +121,5 @@ defs = dg.Definitions(
     # A step's own process would take longer to start than to work. Assets that somebody materializes together have one
     # Spark session, one after the other, and not one each at once.
     executor=dg.in_process_executor,
-    resources={
-        "eventsql": eventsql,
-        "spark": LazyPySparkResource(spark_config=spark_config()),
-    },
+    resources={"eventsql": eventsql, "spark": LazyPySparkResource(spark_config=spark_config())},
 )

@@ -32,13 +32,7 @@ def publish_sums(
     """
     rows = compute(eventsql.read_range(spark.spark_session, claim))
     with spark_progress(context, spark.spark_session) as progress:
-        published = publish_dataframe(
-            context,
-            keyed_rows(rows, key),
-            eventsql=eventsql,
-            topic=topic.name,
-            claim=claim,
-        )
+        published = publish_dataframe(context, keyed_rows(rows, key), eventsql=eventsql, topic=topic.name, claim=claim)
     return {**published, **progress.metadata()}
 
 

@@ -35,8 +35,7 @@ def ride_charges(messages: Sequence[Message], connection: Connection) -> list[Pu
 
 
 @dg.asset_check(
-    asset=ride_charges.key,
-    description="Each accepted ride was notified and charged once, or its commands still wait.",
+    asset=ride_charges.key, description="Each accepted ride was notified and charged once, or its commands still wait."
 )
 def ride_charges_match_log(eventsql: EventSQLResource) -> dg.AssetCheckResult:
     """Compare the answers and the table with the log of ride_orders."""

@@ -51,8 +51,7 @@ class Order(Aggregate):
         if price_cents <= 0 or not route:
             raise OrderRuleError(f"order {self.id} needs a price and a route")
         self.record(
-            "placed",
-            {"rider": rider, "zone": zone, "route": route, "price_cents": price_cents, "at": at.isoformat()},
+            "placed", {"rider": rider, "zone": zone, "route": route, "price_cents": price_cents, "at": at.isoformat()}
         )
 
     def raise_price(self, price_cents: int, *, at: datetime) -> None:

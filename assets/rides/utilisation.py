@@ -11,13 +11,7 @@ from assets.rides import sums, verification
 from assets.rides.effects import DRIVER_UTILISATION, add_utilisation
 from assets.rides.order import RIDE_ORDERS
 from eventsql_orchestration import Claim, Connection, Event
-from eventsql_orchestration.dagster import (
-    AssetOptions,
-    EventSQLResource,
-    RunLimits,
-    consumer_asset,
-    range_asset,
-)
+from eventsql_orchestration.dagster import AssetOptions, EventSQLResource, RunLimits, consumer_asset, range_asset
 
 
 @range_asset(

@@ -118,8 +118,7 @@ class _Options(TypedDict):
         Path | None, option("Run it in processes, with the definitions of this file.", "-f", "--file", type=FILE)
     ]
     module: Annotated[
-        str | None,
-        option("Run it in processes, with definitions of this module.", "-m", "--module", metavar="NAME"),
+        str | None, option("Run it in processes, with definitions of this module.", "-m", "--module", metavar="NAME")
     ]
 
 
@@ -137,10 +136,7 @@ def run(
     airflow, it runs in the Airflow of --airflow-url, or of the `eventsql dev --dags` of this directory.
     """
     wanted = _range(consumer, options)
-    with (
-        _platform(context) as platform,
-        closing(_launcher(context, platform, topic, consumer, options)) as launcher,
-    ):
+    with _platform(context) as platform, closing(_launcher(context, platform, topic, consumer, options)) as launcher:
         backfills = _backfills(context, platform)
         work: Plan | Backfill
         if wanted is None:

@@ -67,9 +67,7 @@ def dev(
             raise click.UsageError("--dags is for Airflow, -f and -m are for Dagster: give one of them")
         if importlib.util.find_spec("airflow") is None:
             raise MissingExtraError("airflow", "Airflow")
-        from eventsql_orchestration.cli.airflow_development import (  # noqa: PLC0415 - loads Airflow's parts
-            AirflowDevelopment,
-        )
+        from eventsql_orchestration.cli.airflow_development import AirflowDevelopment  # noqa: PLC0415 - loads Airflow's parts
 
         AirflowDevelopment(
             context=context, dags=dags, port=port or AIRFLOW_PORT, timeout=timeout, orders=orders, cold_spark=cold_spark

@@ -30,9 +30,7 @@ def leftover_findings(shard: Shard) -> Iterator[Finding]:
         yield warning("leftovers", f"{left}", "eventsql topic retain")
     for table in leftovers.begun_drops():
         yield warning(
-            "leftovers",
-            f"a retention is about to drop segment {table}, or was interrupted",
-            "eventsql topic retain",
+            "leftovers", f"a retention is about to drop segment {table}, or was interrupted", "eventsql topic retain"
         )
     for name in leftovers.unregistered():
         yield warning(

@@ -34,8 +34,7 @@ def serve(
         str, option("The address to listen on; 0.0.0.0 for all of this machine.", default="127.0.0.1", metavar="HOST")
     ],
     interval: Annotated[
-        float,
-        option("Read the database at most this often.", type=Number(1, 3_600), default=10.0, metavar="SECONDS"),
+        float, option("Read the database at most this often.", type=Number(1, 3_600), default=10.0, metavar="SECONDS")
     ],
     partitions: Partitions,
 ) -> None:

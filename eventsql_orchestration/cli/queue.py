@@ -270,9 +270,7 @@ def purge(context: CliContext, name: QueueName, execute: Annotated[bool, executi
 
 @command(queue)
 def delete(
-    context: CliContext,
-    name: QueueName,
-    force: Annotated[bool, option("Delete its messages and its archive with it.")],
+    context: CliContext, name: QueueName, force: Annotated[bool, option("Delete its messages and its archive with it.")]
 ) -> None:
     """Delete QUEUE. If it has messages, dead letters or an archive, this needs --force.
 

@@ -237,11 +237,7 @@ class Simulations(Generic[Run]):
     """Starts the simulations of a system again and again, `pause` seconds after the last time at the earliest."""
 
     def __init__(
-        self,
-        start: Callable[[], Sequence[Run]],
-        has_ended: Callable[[Run], bool],
-        *,
-        pause: float = SIMULATION_SECONDS,
+        self, start: Callable[[], Sequence[Run]], has_ended: Callable[[Run], bool], *, pause: float = SIMULATION_SECONDS
     ) -> None:
         self._start = start
         self._has_ended = has_ended

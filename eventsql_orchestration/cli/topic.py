@@ -10,24 +10,9 @@ import click
 
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import say, write_json
-from eventsql_orchestration.cli.parameters import (
-    POSITIVE,
-    AsJson,
-    Size,
-    TopicName,
-    TopicNames,
-    command,
-    option,
-)
+from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, Size, TopicName, TopicNames, command, option
 from eventsql_orchestration.cli.tables import Columns, show_list, without
-from eventsql_orchestration.cli.topic_output import (
-    STATISTICS,
-    TOPIC,
-    description,
-    form,
-    kept,
-    statistics,
-)
+from eventsql_orchestration.cli.topic_output import STATISTICS, TOPIC, description, form, kept, statistics
 from eventsql_orchestration.cli.topic_upkeep import compact, erase, erasures, retain
 from eventsql_orchestration.errors import TopicNotFoundError
 from eventsql_orchestration.model import (

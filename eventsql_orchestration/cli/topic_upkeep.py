@@ -104,11 +104,7 @@ def erasures(
 
 @command()
 def compact(
-    context: CliContext,
-    *,
-    topic: TopicName,
-    execute: Annotated[bool, executing("Merge them")],
-    as_json: AsJson,
+    context: CliContext, *, topic: TopicName, execute: Annotated[bool, executing("Merge them")], as_json: AsJson
 ) -> None:
     """Merge the small blocks in the log of TOPIC: a plan and, with --execute, the compaction.
 

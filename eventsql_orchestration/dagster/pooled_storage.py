@@ -117,10 +117,7 @@ class PooledPostgresStorage(DagsterPostgresStorage):
     """
 
     def __init__(
-        self,
-        postgres_url: str,
-        should_autocreate_tables: bool = True,
-        inst_data: ConfigurableClassData | None = None,
+        self, postgres_url: str, should_autocreate_tables: bool = True, inst_data: ConfigurableClassData | None = None
     ) -> None:
         postgres_url = _with_driver(postgres_url)
         if should_autocreate_tables and _COMPLETE.isdisjoint({None, postgres_url}):

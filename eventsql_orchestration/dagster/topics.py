@@ -70,11 +70,7 @@ def table_asset(
     return dg.AssetSpec(
         key=dg.AssetKey([TABLE_PREFIX, schema, name]),
         description=description or f"Table {table}, whose changes are events.",
-        metadata={
-            "table": table,
-            **declared_columns(columns),
-            **(metadata or {}),
-        },
+        metadata={"table": table, **declared_columns(columns), **(metadata or {})},
         group_name=group_name,
         owners=list(owners),
         kinds={"table", "postgresql"},

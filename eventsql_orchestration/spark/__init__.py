@@ -49,11 +49,7 @@ _SESSION: Final = {
     "spark.sql.redaction.options.regex": "(?i)url|dsn",
 }
 
-_START: Final = {
-    "spark.driver.memory": "1g",
-    "spark.ui.enabled": "false",
-    "spark.ui.showConsoleProgress": "false",
-}
+_START: Final = {"spark.driver.memory": "1g", "spark.ui.enabled": "false", "spark.ui.showConsoleProgress": "false"}
 """Settings that Spark takes when it starts. The client of a Spark Connect server cannot change them."""
 
 _LOOPBACK: Final = {

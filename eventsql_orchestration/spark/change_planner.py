@@ -100,8 +100,7 @@ class _Planner:
         *, adopted: bool,
     ) -> ChangeRange:  # fmt: skip
         query = sql.SQL("SELECT {} FROM ({}) changes").format(
-            sql.SQL(", ").join(map(sql.Identifier, columns)),
-            self._queries("adopted_changes" if adopted else "changes"),
+            sql.SQL(", ").join(map(sql.Identifier, columns)), self._queries("adopted_changes" if adopted else "changes")
         )
         values: dict[str, Any] = {**_between(after, upto), **self._only}
         return ChangeRange(

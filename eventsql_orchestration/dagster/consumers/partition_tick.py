@@ -23,13 +23,7 @@ from eventsql_orchestration.dagster.consumers.decision import (
 )
 from eventsql_orchestration.dagster.consumers.handover import successor_of
 from eventsql_orchestration.dagster.consumers.tick import Leased, NothingYet, Tick, Watched
-from eventsql_orchestration.dagster.tags import (
-    AFTER_TAG,
-    FINISHED,
-    LATE_TAG,
-    SUCCEEDS_TAG,
-    partition_tags,
-)
+from eventsql_orchestration.dagster.tags import AFTER_TAG, FINISHED, LATE_TAG, SUCCEEDS_TAG, partition_tags
 from eventsql_orchestration.errors import ClaimLostError
 
 
@@ -130,9 +124,7 @@ class PartitionTick:
         shard = self.tick.shard.name
         config = {**config, **({} if shard is None else {"shard": shard})}
         return dg.RunRequest(
-            run_key=key,
-            run_config={"ops": {self.watched.op_name: {"config": config}}},
-            tags={**self._tags, **tags},
+            run_key=key, run_config={"ops": {self.watched.op_name: {"config": config}}}, tags={**self._tags, **tags}
         )
 
     @property

@@ -69,9 +69,7 @@ class UserFunction:
         )
 
     def as_compute(
-        self,
-        config: type[dg.Config],
-        compute: Callable[[dg.AssetExecutionContext, Any, Mapping[str, Any]], Any],
+        self, config: type[dg.Config], compute: Callable[[dg.AssetExecutionContext, Any, Mapping[str, Any]], Any]
     ) -> Callable[..., Any]:
         """Give `compute(context, config, resources)` the form that Dagster's decorators take, with these resources."""
         resources = {RESOURCE_KEY: EventSQLResource, **self.resources}

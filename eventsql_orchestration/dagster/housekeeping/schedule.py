@@ -93,12 +93,7 @@ def build_housekeeping_schedule(
 
     description = "Applies the retention of topics, and deletes old runs, ticks and reports of the platform."
 
-    @dg.job(
-        name=name,
-        description=description,
-        executor_def=dg.in_process_executor,
-        tags=INTERNAL_RUN,
-    )
+    @dg.job(name=name, description=description, executor_def=dg.in_process_executor, tags=INTERNAL_RUN)
     def housekeeping() -> None:
         drop_old_segments()
         drop_old_views()
@@ -141,11 +136,7 @@ def _history_op(retention: HistoryRetention, checks: Collection[dg.AssetCheckKey
 
 
 def _shard_op(
-    name: str,
-    description: str,
-    clear: Callable[[dg.OpExecutionContext, Shard], str],
-    *,
-    after_history: bool = False,
+    name: str, description: str, clear: Callable[[dg.OpExecutionContext, Shard], str], *, after_history: bool = False
 ) -> dg.OpDefinition:
     """An op that clears one shard after the other and logs the message that `clear` gives, if any."""
 

@@ -18,12 +18,7 @@ from eventsql_orchestration.dagster.consumers.options import DEFAULT_TICKS, Asse
 from eventsql_orchestration.dagster.consumers.sensors import build_sensor
 from eventsql_orchestration.dagster.consumers.user_function import UserFunction
 from eventsql_orchestration.dagster.lineage.origin import lineage
-from eventsql_orchestration.dagster.metadata_keys import (
-    INPUT_SHARD,
-    PUBLISHED_EVENTS,
-    PUBLISHED_TOPIC,
-    ROW_COUNT,
-)
+from eventsql_orchestration.dagster.metadata_keys import INPUT_SHARD, PUBLISHED_EVENTS, PUBLISHED_TOPIC, ROW_COUNT
 from eventsql_orchestration.dagster.queues.tick import QueueWatch
 from eventsql_orchestration.dagster.register import require_queue
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource

@@ -27,8 +27,7 @@ every look at lag reads these rows."""
 
 _ID: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,39}", re.ASCII)
 _KEY: Final = re.compile(
-    r"(?P<id>[a-z0-9][a-z0-9-]*):(?P<after>\d+)-(?P<upto>\d+)(?::(?P<partition>\d+))?(?:@(?P<shard>[^\s@]+))?",
-    re.ASCII,
+    r"(?P<id>[a-z0-9][a-z0-9-]*):(?P<after>\d+)-(?P<upto>\d+)(?::(?P<partition>\d+))?(?:@(?P<shard>[^\s@]+))?", re.ASCII
 )
 
 
