@@ -16,6 +16,7 @@ from eventsql_orchestration.publishing.batches import check_publication
 from eventsql_orchestration.publishing.buffer_limits import BufferLimits
 from eventsql_orchestration.publishing.lanes import CLOSE_TIMEOUT, BatchPublisher, Lanes, Outcome
 from eventsql_orchestration.publishing.placements import Placements
+from eventsql_orchestration.threads import Wake
 from eventsql_orchestration.topics.registry import Registry
 from eventsql_orchestration.validation import check_seconds
 
@@ -71,7 +72,7 @@ class Acknowledgement:
         self._lock = _watching.lock
         self._outcome: Placements | Exception | None = None
         self._number = 0
-        self._waited: threading.Event | None = None
+        self._waited: Wake | None = None
         self._callbacks: tuple[Callable[[Acknowledgement], object], ...] = ()
 
     def done(self) -> bool:
@@ -127,7 +128,7 @@ class Acknowledgement:
                 return
             waited = self._waited
             if waited is None:
-                waited = self._waited = threading.Event()
+                waited = self._waited = Wake()
         if not waited.wait(timeout) and self._outcome is None:
             raise TimeoutError(f"the event was not committed within {timeout} s, and may be committed later")
 

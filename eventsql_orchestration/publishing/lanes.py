@@ -80,6 +80,7 @@ class _Lane(Generic[Acknowledged]):
 
     def __init__(self, lock: threading.Lock) -> None:
         self.wake = threading.Condition(lock)
+        """For the lane's thread alone. `notify` may wake nobody after Ctrl-C in the middle of an earlier one."""
         self.waiting: list[Entry[Acknowledged]] = []
         self.waiting_bytes = 0
         self.oldest = 0.0
@@ -178,23 +179,26 @@ class Lanes(Generic[Acknowledged]):
     def _add(self, event: QueuedEvent, acknowledged: Acknowledged) -> None:
         if self._closed:
             raise PublisherClosedError
-        lane = self._lanes[event.lane]
+        publication, size, number = event
+        lane = self._lanes[number]
         if lane.thread is None:
             lane.thread = start_thread("flush", self._run, lane)
 
-        before = lane.waiting_bytes
-        lane.waiting.append((event.publication, acknowledged))
-        lane.waiting_bytes += event.size
+        if not lane.waiting:
+            lane.oldest = time.monotonic()
+            lane.wake.notify_all()
+        elif (
+            len(lane.waiting) + 1 == self._flush_events
+            or lane.waiting_bytes < self._flush_bytes <= lane.waiting_bytes + size
+        ):
+            lane.wake.notify_all()
+
+        # Ctrl-C comes after a call. So all of this happens, or nothing, and the lane's thread is awake before.
+        lane.waiting_bytes += size
         lane.given += 1
         self._pending_events += 1
-        self._pending_bytes += event.size
-
-        waiting = len(lane.waiting)
-        if waiting == 1:
-            lane.oldest = time.monotonic()
-            lane.wake.notify()
-        elif waiting == self._flush_events or before < self._flush_bytes <= lane.waiting_bytes:
-            lane.wake.notify()
+        self._pending_bytes += size
+        lane.waiting.append((publication, acknowledged))
 
     def _refuse_in_lane(self, why: str) -> None:
         if threading.get_ident() in self._threads:
@@ -210,7 +214,7 @@ class Lanes(Generic[Acknowledged]):
             self._refuse_in_lane("events are still to be committed")
             for lane in self._lanes:
                 lane.wanted = lane.given
-                lane.wake.notify()
+                lane.wake.notify_all()
             wanted = [(lane, lane.given) for lane in self._lanes]
             if not self._settled.wait_for(lambda: all(lane.settled >= given for lane, given in wanted), timeout):
                 raise DatabaseBusyError(
@@ -225,7 +229,7 @@ class Lanes(Generic[Acknowledged]):
                 return
             self._closed = True
             for lane in self._lanes:
-                lane.wake.notify()
+                lane.wake.notify_all()
             self._settled.notify_all()
             waiting, self._on_room = self._on_room, set()
         for on_room in waiting:
@@ -275,6 +279,9 @@ class Lanes(Generic[Acknowledged]):
 
     def _await_flush(self, lane: _Lane[Acknowledged]) -> bool:
         """Wait until the lane should flush. False if it never will again."""
+        if lane.thread is not threading.current_thread():
+            # Ctrl-C came before the thread was noted, and the next event starts another one.
+            return False
         while True:
             if not lane.waiting:
                 if self._closed:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -344,6 +347,71 @@ def test_a_lane_whose_thread_cannot_start_is_started_by_the_next_event(
         with pytest.raises(RuntimeError, match="no more threads"):
             publisher.publish(order(b""))
     assert publisher.publish(order(b"")).exception(PATIENCE) is None
+
+
+def interrupted(after: int, call: Callable[[], object]) -> bool:
+    """Call `call`, with Ctrl-C after so many calls in it: Python runs signal handlers then. False for fewer calls."""
+    left = after
+
+    def interrupt(_frame: object, event: str, _argument: object) -> None:
+        nonlocal left
+        if event in {"return", "c_return"}:
+            left -= 1
+            if left < 0:
+                raise KeyboardInterrupt
+
+    profile = sys.getprofile()
+    sys.setprofile(interrupt)
+    try:
+        call()
+    except (KeyboardInterrupt, RuntimeError):
+        # Interrupted in the middle of a wait, `Thread.start` raises the other error.
+        return True
+    finally:
+        sys.setprofile(profile)
+    return False
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_an_interrupt_at_any_moment_of_a_publication_keeps_no_other_event_from_its_commit(
+    platform: EventSQL, opened: Open, until: Until, before: int
+) -> None:
+    """The first event of a publisher starts its thread."""
+
+    def asleep() -> bool:
+        (lane,) = publisher._collectors.all()[0]._lanes._lanes
+        waiters = lane.wake._waiters  # type: ignore[attr-defined]  # a condition has them
+        return lane.thread is None or (bool(waiters) and waiters[-1].locked())
+
+    for after in count():
+        publisher = opened(flushes=1, max_age=0.001)
+        for _ in range(before):
+            publisher.publish(order(b"before", key="a")).result(PATIENCE)
+        if not interrupted(after, partial(publisher.publish, order(b"interrupted", key="a"))):
+            break
+        until(asleep)
+        later = [publisher.publish(order(b"later", key="a")) for _ in range(3)]
+        assert [each.exception(PATIENCE) for each in later] == [None] * 3
+        publisher.flush(timeout=PATIENCE)
+        publisher.close(PATIENCE)
+    assert after > 10
+    assert published(platform).count(b"later") == 3 * after
+
+
+def test_an_interrupt_at_any_moment_of_a_wait_for_an_acknowledgement_keeps_no_other_event_from_its_commit(
+    opened: Open, hold: Hold
+) -> None:
+    publisher = opened(flushes=1, max_age=0.001)
+    for after in count():
+        with hold():
+            event = publisher.publish(order(b"one", key="a"))
+            try:
+                assert interrupted(after, partial(event.result, 0.001))
+            except TimeoutError:
+                break
+        assert publisher.publish(order(b"later", key="a")).exception(PATIENCE) is None
+        assert event.done()
+    assert after > 5
 
 
 def test_a_failure_after_the_commit_does_not_publish_twice(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
