@@ -257,6 +257,29 @@ def test_a_transaction_of_a_stricter_level_is_captured(
     assert differences(session, "orders", "id::text") == []
 
 
+@pytest.mark.parametrize("rows", [1, 100])
+def test_a_row_that_another_transaction_deleted_since_the_snapshot_has_no_event(
+    orders: EventSQL, sessions: Sessions, session: Connection, rows: int
+) -> None:
+    session.execute("INSERT INTO orders SELECT n, 'old', n FROM generate_series(1, %s) n", [rows])
+    writer = sessions()
+    writer.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+    writer.execute("SELECT FROM orders")
+    session.execute("DELETE FROM orders")
+    before = len(events(session))
+    # The deleted rows are still visible to the writer, beside its own rows of the same keys.
+    writer.execute("INSERT INTO orders SELECT n, 'new', n FROM generate_series(1, %s) n", [rows])
+    writer.execute("SAVEPOINT later")
+    writer.execute("UPDATE orders SET status = 'paid' WHERE status = 'new'")
+    writer.commit()
+    changes = told(session)[before:]
+    assert sorted(changes, key=str) == sorted(
+        [("c", str(n), None, "new") for n in range(1, rows + 1)]
+        + [("u", str(n), "new", "paid") for n in range(1, rows + 1)],
+        key=str,
+    )
+
+
 @pytest.mark.parametrize("columns", ["name", "name, part"])
 def test_a_key_that_is_too_long_for_an_event_is_its_hash(platform: EventSQL, session: Connection, columns: str) -> None:
     session.execute(f"CREATE TABLE files (name text, part int, size int, PRIMARY KEY ({columns}))".encode())

@@ -22,7 +22,7 @@ REVISIONS = {path.name: path.read_text() for path in Path(migrations.__file__).p
 
 NEWEST = {
     "capture": ("0063", "1e6743db3484707f"),
-    "capture_changes": ("0063", "5ce802cfff08e856"),
+    "capture_changes": ("0068", "ccf577f3380036a1"),
     "consuming": ("0063", "bdf389b297ce5d3c"),
     "guards": ("0008", "ac9067bf381c0192"),
     "layouts": ("0063", "d80ef76fba92bdcf"),

@@ -88,6 +88,12 @@ BEGIN
                       THEN captured.eql_table
                       ELSE '''' || replace(captured.eql_table, '''', '''"''"''') || '''' END, captured.eql_topic);
     END IF;
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        -- A row that another transaction deleted since the snapshot is still visible. This transaction wrote the row
+        -- that has its key now.
+        part.old_is_current := part.old_is_current || ' AND age(c.xmin) <= 0';
+        part.new_is_current := part.new_is_current || ' AND age(c.xmin) <= 0';
+    END IF;
     IF TG_OP = 'INSERT' THEN
         changed := format(
             'SELECT %s AS key, NULL::text AS before, stands.image AS after, ''c'' AS op FROM new_rows n '
