@@ -181,6 +181,59 @@ def test_cascades_within_the_table_and_from_others_are_captured(platform: EventS
     assert session.execute("SELECT id FROM orders").fetchall() == [(4,)]
 
 
+def test_a_row_whose_key_a_second_cascade_changes_is_captured(platform: EventSQL, session: Connection) -> None:
+    session.execute("CREATE TABLE parent (a integer UNIQUE, b integer UNIQUE)")
+    session.execute(
+        "CREATE TABLE orders (other integer REFERENCES parent (b) ON UPDATE CASCADE, "
+        "id integer PRIMARY KEY REFERENCES parent (a) ON UPDATE CASCADE)"
+    )
+    platform.registry.register_topic(Topic("changes"))
+    platform.capture("orders", "changes")
+    session.execute("INSERT INTO parent VALUES (1, 1)")
+    session.execute("INSERT INTO orders VALUES (1, 1)")
+    session.execute("UPDATE parent SET a = 5, b = 5")
+    assert differences(session, "orders", "id::text") == []
+
+
+@pytest.mark.parametrize("rows", [1, 99, 100, 1_000])
+def test_rows_that_stay_and_rows_whose_key_changes_have_their_events_in_order(
+    orders: EventSQL, session: Connection, rows: int
+) -> None:
+    session.execute("INSERT INTO orders SELECT n, 'new', n FROM generate_series(1, %s) n", [rows])
+    session.execute("UPDATE orders SET id = CASE WHEN id % 2 = 1 THEN -id ELSE id END, status = 'moved'")
+    session.execute("DELETE FROM orders")
+    changes = told(session)
+    assert sorted(changes[:rows]) == sorted(("c", str(n), None, "new") for n in range(1, rows + 1))
+    moved = changes[rows:-rows]
+    assert sorted(moved, key=str) == sorted([
+        *(("d", str(n), "new", None) for n in range(1, rows + 1, 2)),
+        *(("c", str(-n), None, "moved") for n in range(1, rows + 1, 2)),
+        *(("u", str(n), "new", "moved") for n in range(2, rows + 1, 2)),
+    ], key=str)  # fmt: skip
+    if rows < 1_000:
+        # Another key, such as an address, may have gone from one row to another.
+        assert [op for op, *_ in moved[-((rows + 1) // 2) :]] == ["c"] * ((rows + 1) // 2)
+    assert {op for op, *_ in changes[-rows:]} == {"d"}
+    assert differences(session, "orders", "id::text") == []
+
+
+def test_a_statement_with_few_changes_finds_its_rows_by_their_key(orders: EventSQL, session: Connection) -> None:
+    orders.captures.drop("orders", "changes")
+    session.execute("INSERT INTO orders SELECT n, 'new', n FROM generate_series(1, 10000) n")
+    session.execute("VACUUM ANALYZE orders")
+    orders.capture("orders", "changes", snapshot=False)
+    session.execute("BEGIN")
+    session.execute("UPDATE orders SET status = 'paid' WHERE id = 17")
+    session.execute("UPDATE orders SET id = -id WHERE id = 18")
+    session.execute("UPDATE orders SET status = 'paid' WHERE id BETWEEN 101 AND 199")
+    session.execute("INSERT INTO orders VALUES (10001, 'new', 1)")
+    session.execute("DELETE FROM orders WHERE id = 19")
+    scans = session.execute("SELECT seq_scan, idx_scan FROM pg_stat_xact_user_tables WHERE relname = 'orders'")
+    assert scans.fetchone() == (0, 4 + 1 + 1 + 1 + 99 + 1 + 1)
+    session.execute("COMMIT")
+    assert len(events(session)) == 1 + 2 + 99 + 1 + 1
+
+
 def test_a_merge_is_captured(orders: EventSQL, session: Connection) -> None:
     if session.info.server_version < 150000:
         return
@@ -239,6 +292,22 @@ def test_keys_that_are_equal_and_not_the_same_text_are_two_keys(platform: EventS
     session.execute("INSERT INTO orders VALUES (1.0, 'new')")
     session.execute("UPDATE orders SET id = 1.00")
     assert told(session)[1:] == [("d", "1.0", "new", None), ("c", "1.00", None, "new")]
+    assert differences(session, "orders", "id::text") == []
+
+
+@pytest.mark.parametrize("rows", [1, 100])
+def test_a_trigger_that_changes_the_text_of_an_equal_key_does_not_mislead(
+    platform: EventSQL, session: Connection, rows: int
+) -> None:
+    session.execute("CREATE TABLE orders (id numeric PRIMARY KEY, status text)")
+    platform.registry.register_topic(Topic("changes"))
+    platform.capture("orders", "changes")
+    session.execute(
+        "CREATE FUNCTION meddle() RETURNS trigger LANGUAGE plpgsql AS "
+        "$$ BEGIN UPDATE orders SET id = round(NEW.id, 2) WHERE id = NEW.id; RETURN NULL; END $$"
+    )
+    session.execute("CREATE TRIGGER meddle AFTER INSERT ON orders FOR EACH ROW EXECUTE FUNCTION meddle()")
+    session.execute("INSERT INTO orders SELECT round(n, 1), 'new' FROM generate_series(1, %s) n", [rows])
     assert differences(session, "orders", "id::text") == []
 
 

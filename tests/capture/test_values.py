@@ -34,6 +34,7 @@ VALUES = [
     ("tsvector", "'a fat cat'"), ("point", "'(0.1,2)'"), ("oid", "42"),
     ("mood", "'so \"so\"'"), ("mood[]", "ARRAY['fine'::mood]"), ("pair", "ROW(1, 'a,\"b')::pair"),
     ("pair", "ROW(NULL, NULL)::pair"), ("positive", "7"), ("positive", "NULL"), ("pair", "NULL"), ("jsonb", "NULL"),
+    ("price", "1.50"),
 ]  # fmt: skip
 
 
@@ -42,6 +43,7 @@ def test_every_value_is_read_back_as_it_was(platform: EventSQL, session: Connect
     session.execute("""CREATE TYPE mood AS ENUM ('fine', 'so "so"')""")
     session.execute("CREATE TYPE pair AS (a integer, b text)")
     session.execute("CREATE DOMAIN positive AS integer CHECK (VALUE > 0)")
+    session.execute("CREATE DOMAIN exact AS numeric; CREATE DOMAIN price AS exact")
     columns = ", ".join(f"c{number} {kind}" for number, (kind, _) in enumerate(VALUES))
     session.execute(f"CREATE TABLE public.kinds (id integer PRIMARY KEY, {columns})".encode())
     platform.registry.register_topic(Topic("changes"))

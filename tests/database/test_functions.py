@@ -21,8 +21,8 @@ FILES = {
 REVISIONS = {path.name: path.read_text() for path in Path(migrations.__file__).parent.glob("versions/*.py")}
 
 NEWEST = {
-    "capture": ("0063", "1e6743db3484707f"),
-    "capture_changes": ("0068", "ccf577f3380036a1"),
+    "capture": ("0068", "2bd4cedff0bf9fcf"),
+    "capture_changes": ("0068", "eff98a6aaf97db51"),
     "consuming": ("0063", "bdf389b297ce5d3c"),
     "guards": ("0008", "ac9067bf381c0192"),
     "layouts": ("0063", "d80ef76fba92bdcf"),

@@ -14,11 +14,29 @@ RETURN CASE
 END;
 REVOKE EXECUTE ON FUNCTION {schema}.capture_key(text) FROM PUBLIC;
 
+-- The type below a domain.
+CREATE OR REPLACE FUNCTION {schema}.capture_type(type oid) RETURNS oid
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    below oid := type;
+BEGIN
+    WHILE below <> 0 LOOP
+        type := below;
+        SELECT t.typbasetype INTO below FROM pg_type t WHERE t.oid = type;
+    END LOOP;
+    RETURN type;
+END
+$$;
+REVOKE EXECUTE ON FUNCTION {schema}.capture_type(oid) FROM PUBLIC;
+
 -- Expressions on rows of a captured table: `o` is a row before the change, `n` a row after the change, and `c` the row
 -- as it is now. The expressions run with the rights of the platform's owner. So a value whose type is not the system's
 -- becomes text by the output function of the type, and never by a cast that somebody has defined. A new capture refuses
 -- keys of these types. Keys without a fixed length pass through `capture_key`. The texts of keys are compared only if
 -- equal values of the type may have different texts.
+--
+-- Each statement of a writer pays for this function, so it makes one pass over the columns. It makes patterns of
+-- `format`, where `%1$s` is a row and a percent sign in a name is doubled.
 --
 -- Since version 18, PostgreSQL has NOT NULL constraints that are not valid. If the key of a capture has one, the
 -- capture goes on, and a new capture is refused.
@@ -32,91 +50,85 @@ LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
     same_table boolean := captured.eql_relation = of_table;
     key_numbers smallint[];
+    places integer[];
+    columns text;
+    key text;
+    image text;
+    present boolean;
     short boolean;
     exact boolean;
 BEGIN
-    SELECT array_agg(a.attnum ORDER BY k.place),
-           string_agg(format('%I', k.name), ', ' ORDER BY k.place) FILTER (WHERE a.attnum IS NULL)
-    INTO key_numbers, missing
-    FROM unnest(captured.eql_key_names, captured.eql_key_numbers) WITH ORDINALITY AS k (name, number, place)
-    LEFT JOIN pg_attribute a ON a.attrelid = of_table AND NOT a.attisdropped AND a.attnum > 0
-        AND CASE WHEN same_table THEN a.attnum = k.number ELSE a.attname = k.name END;
-    IF missing IS NOT NULL THEN
-        missing := 'has no column ' || missing;
+    SELECT array_agg(attnum) FILTER (WHERE place > 0), array_agg(place) FILTER (WHERE place > 0),
+           string_agg('%1$s.' || name, ', ' ORDER BY place) FILTER (WHERE place > 0),
+           string_agg('c.' || quote_ident(attname) || '::text', ', ' ORDER BY place) FILTER (WHERE place > 0),
+           string_agg(CASE WHEN base < 16384 THEN '%1$s.' || name || '::text'
+                           ELSE 'format(''%%s'', %1$s.' || name || ')' END, ', ' ORDER BY place)
+               FILTER (WHERE place > 0),
+           string_agg(CASE WHEN base >= 16384
+                           THEN replace(
+                               'CASE WHEN num_nonnulls(?) = 1 THEN format(''%%s'', ?) END', '?', '%1$s.' || name
+                           )
+                           WHEN base = ANY (ARRAY['numeric', 'json', 'jsonb']::regtype[]) OR typcategory = 'A'
+                           THEN '%1$s.' || name || '::text'
+                           ELSE '%1$s.' || name END || ' AS ' || name, ', ' ORDER BY attnum)
+               FILTER (WHERE attgenerated <> 'v' AND (
+                   captured.eql_column_names IS NULL OR place > 0
+                   OR CASE WHEN same_table THEN attnum = ANY (captured.eql_column_numbers)
+                           ELSE attname = ANY (captured.eql_column_names) END
+               )),
+           string_agg(format('$1[%s]::%s', place, format_type(base, -1)), ', ' ORDER BY place)
+               FILTER (WHERE place > 0),
+           bool_and(attnotnull) FILTER (WHERE place > 0), bool_and(attlen > 0) FILTER (WHERE place > 0),
+           bool_and(base = ANY (ARRAY['boolean', 'smallint', 'integer', 'bigint', 'uuid', 'date', 'timestamp',
+                                      'timestamptz']::regtype[])) FILTER (WHERE place > 0)
+    INTO key_numbers, places, columns, key_texts, key, image, key_values, present, short, exact
+    FROM (
+        SELECT a.attnum, a.attname, a.attgenerated, a.attnotnull, a.attlen, t.typcategory,
+               replace(quote_ident(a.attname), '%', '%%') AS name,
+               CASE WHEN t.typtype = 'd' THEN {schema}.capture_type(t.oid) ELSE t.oid END AS base,
+               CASE WHEN same_table THEN array_position(captured.eql_key_numbers, a.attnum)
+                    ELSE array_position(captured.eql_key_names, a.attname::text) END AS place
+        FROM pg_attribute a JOIN pg_type t ON t.oid = a.atttypid
+        WHERE a.attrelid = of_table AND a.attnum > 0 AND NOT a.attisdropped OFFSET 0
+    ) columns;
+    IF cardinality(places) IS DISTINCT FROM cardinality(captured.eql_key_names) THEN
+        SELECT 'has no column ' || string_agg(format('%I', k.name), ', ' ORDER BY k.place) INTO missing
+        FROM unnest(captured.eql_key_names) WITH ORDINALITY AS k (name, place)
+        WHERE k.place = ANY (places) IS NOT TRUE;
         RETURN;
     END IF;
     -- Rows without a unique key cannot be told apart.
-    IF NOT EXISTS (
+    IF NOT present OR NOT EXISTS (
         SELECT FROM pg_index i
         WHERE i.indrelid = of_table AND i.indisunique AND i.indimmediate AND i.indisvalid
           AND i.indpred IS NULL AND i.indexprs IS NULL AND i.indnkeyatts = cardinality(key_numbers)
           AND (i.indkey::smallint[])[0:i.indnkeyatts - 1] <@ key_numbers
-    ) OR EXISTS (
-        SELECT FROM pg_attribute a WHERE a.attrelid = of_table AND a.attnum = ANY (key_numbers) AND NOT a.attnotnull
     ) THEN
         missing := 'has no unique key on ' || array_to_string(captured.eql_key_names, ', ');
         RETURN;
     END IF;
-    SELECT string_agg(format(key_form, 'o', attname), ', ' ORDER BY place) FILTER (WHERE place IS NOT NULL),
-           string_agg(format(key_form, 'n', attname), ', ' ORDER BY place) FILTER (WHERE place IS NOT NULL),
-           string_agg(format(key_form, 'c', attname), ', ' ORDER BY place) FILTER (WHERE place IS NOT NULL),
-           string_agg(format(form || ' AS %2$I', 'o', attname), ', ' ORDER BY attnum) FILTER (WHERE shown),
-           string_agg(format(form || ' AS %2$I', 'c', attname), ', ' ORDER BY attnum) FILTER (WHERE shown),
-           string_agg(format('c.%1$I = o.%1$I', attname), ' AND ' ORDER BY place) FILTER (WHERE place IS NOT NULL),
-           string_agg(format('c.%1$I = n.%1$I', attname), ' AND ' ORDER BY place) FILTER (WHERE place IS NOT NULL),
-           string_agg(format('o.%1$I = n.%1$I', attname), ' AND ' ORDER BY place) FILTER (WHERE place IS NOT NULL),
-           string_agg(format('c.%I', attname), ', ' ORDER BY place) FILTER (WHERE place IS NOT NULL),
-           string_agg(format('c.%I::text', attname), ', ' ORDER BY place) FILTER (WHERE place IS NOT NULL),
-           string_agg(format('$1[%s]::%s', place, format_type(base, -1)), ', ' ORDER BY place)
-               FILTER (WHERE place IS NOT NULL),
-           bool_and(length > 0) FILTER (WHERE place IS NOT NULL),
-           bool_and(base = ANY (ARRAY['boolean', 'smallint', 'integer', 'bigint', 'uuid', 'date', 'timestamp',
-                                      'timestamptz']::regtype[])) FILTER (WHERE place IS NOT NULL)
-    INTO old_key, new_key, current_key, old_image, current_image, old_is_current, new_is_current, old_is_new,
-         key_columns, key_texts, key_values, short, exact
-    FROM (
-        SELECT a.attnum, a.attname, a.attlen AS length, base, array_position(key_numbers, a.attnum) AS place,
-               a.attgenerated <> 'v' AND (
-                   captured.eql_column_names IS NULL OR a.attnum = ANY (key_numbers)
-                   OR CASE WHEN same_table THEN a.attnum = ANY (captured.eql_column_numbers)
-                           ELSE a.attname = ANY (captured.eql_column_names) END
-               ) AS shown,
-               CASE WHEN of_system THEN '%1$s.%2$I::text' ELSE 'format(''%%s'', %1$s.%2$I)' END AS key_form,
-               CASE WHEN NOT of_system
-                    THEN 'CASE WHEN num_nonnulls(%1$s.%2$I) = 1 THEN format(''%%s'', %1$s.%2$I) END'
-                    WHEN base = ANY (ARRAY['numeric', 'json', 'jsonb']::regtype[]) OR category = 'A'
-                    THEN '%1$s.%2$I::text'
-                    ELSE '%1$s.%2$I' END AS form
-        FROM pg_attribute a
-        CROSS JOIN LATERAL (
-            WITH RECURSIVE below (oid, typtype, typbasetype, typcategory) AS (
-                SELECT t.oid, t.typtype, t.typbasetype, t.typcategory FROM pg_type t WHERE t.oid = a.atttypid
-                UNION ALL
-                SELECT t.oid, t.typtype, t.typbasetype, t.typcategory
-                FROM below JOIN pg_type t ON below.typtype = 'd' AND t.oid = below.typbasetype
-            )
-            SELECT below.oid::regtype AS base, below.oid < 16384 AS of_system, below.typcategory AS category
-            FROM below WHERE below.typtype <> 'd'
-        ) type
-        WHERE a.attrelid = of_table AND a.attnum > 0 AND NOT a.attisdropped
-    ) columns;
-    IF cardinality(key_numbers) > 1 THEN
-        old_key := 'json_build_array(' || old_key || ')::text';
-        new_key := 'json_build_array(' || new_key || ')::text';
-        current_key := 'json_build_array(' || current_key || ')::text';
+    IF cardinality(places) > 1 THEN
+        key := 'json_build_array(' || key || ')::text';
     END IF;
     IF NOT short THEN
-        old_key := format('{schema}.capture_key(%s)', old_key);
-        new_key := format('{schema}.capture_key(%s)', new_key);
-        current_key := format('{schema}.capture_key(%s)', current_key);
-    END IF;
-    IF NOT exact THEN
-        old_is_current := format('%s AND (%s) COLLATE "C" = (%s) COLLATE "C"', old_is_current, current_key, old_key);
-        old_is_new := format('%s AND (%s) COLLATE "C" = (%s) COLLATE "C"', old_is_new, old_key, new_key);
+        key := '{schema}.capture_key(' || key || ')';
     END IF;
     -- With a star, because a column may have the same name as the row.
-    old_image := '(SELECT row_to_json(i.*)::text FROM (SELECT ' || old_image || ') i)';
-    current_image := '(SELECT row_to_json(i.*)::text FROM (SELECT ' || current_image || ') i)';
+    image := '(SELECT row_to_json(i.*)::text FROM (SELECT ' || image || ') i)';
+    old_key := format(key, 'o');
+    new_key := format(key, 'n');
+    current_key := format(key, 'c');
+    old_image := format(image, 'o');
+    current_image := format(image, 'c');
+    key_columns := format(columns, 'c');
+    old_is_current := format('(%s) = (%s)', key_columns, format(columns, 'o'));
+    new_is_current := format('(%s) = (%s)', key_columns, format(columns, 'n'));
+    old_is_new := format('(%s) = (%s)', format(columns, 'o'), format(columns, 'n'));
+    IF NOT exact THEN
+        old_is_current := format('%s AND (%s) COLLATE "C" = (%s) COLLATE "C"', old_is_current, current_key, old_key);
+        new_is_current := format('%s AND (%s) COLLATE "C" = (%s) COLLATE "C"', new_is_current, current_key, new_key);
+        old_is_new := format('%s AND (%s) COLLATE "C" = (%s) COLLATE "C"', old_is_new, old_key, new_key);
+    END IF;
 END
 $$;
 REVOKE EXECUTE ON FUNCTION {schema}.capture_columns({schema}.capture, oid) FROM PUBLIC;
@@ -148,18 +160,21 @@ REVOKE EXECUTE ON FUNCTION {schema}.capture_destination({schema}.capture) FROM P
 CREATE OR REPLACE FUNCTION {schema}.capture_source(
     captured {schema}.capture, of_table oid, snapshot text, OUT tail text, OUT name text
 )
-LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp AS $$
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    ms CONSTANT bigint := floor(extract(epoch FROM clock_timestamp()) * 1000);
+BEGIN
     SELECT format(
                ',"source":{"version":"1","connector":"eventsql","name":%s,"ts_ms":%s,"snapshot":"%s","db":%s,'
                '"schema":%s,"table":%s,"txId":%s},"ts_ms":%2$s}',
-               to_json(captured.eql_topic), moment.ms, snapshot, to_json(current_database()), to_json(n.nspname),
+               to_json(captured.eql_topic), ms, snapshot, to_json(current_database()), to_json(n.nspname),
                to_json(c.relname), pg_current_xact_id()
            ),
            n.nspname || '.' || c.relname
-    FROM pg_class c
-    JOIN pg_namespace n ON n.oid = c.relnamespace
-    CROSS JOIN (SELECT floor(extract(epoch FROM clock_timestamp()) * 1000)::bigint AS ms) moment
-    WHERE c.oid = of_table
+    INTO tail, name
+    FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+    WHERE c.oid = of_table;
+END
 $$;
 REVOKE EXECUTE ON FUNCTION {schema}.capture_source({schema}.capture, oid, text) FROM PUBLIC;
 

@@ -18,6 +18,10 @@
 -- the same end. The end and the metadata, a third of the bytes, are added after the sort. The row of a block in the
 -- buffer has the partition -3. If there are few changes for each partition, they stay rows.
 --
+-- For few changes, planning takes most of the time. So they are read by a query of one table, with subqueries that find
+-- each row as it is now, and the session keeps the plan of their INSERT. That query also tells whether a key is new, and
+-- most often none is. It is read row by row, because FOR would hold 50 rows, which may be long.
+--
 -- The event of a truncation names the number of partitions: the last event of a row may be in a former partition of the
 -- topic, which gets no event of the truncation. The hint is a command for a shell, even for a name with quotes. It has
 -- no backslash, because sessions read backslashes differently.
@@ -29,11 +33,18 @@ DECLARE
     captured {schema}.capture;
     place smallint;
     changes integer;
-    to_partition text := '-1';
     part record;
     source record;
+    new_rows text;
+    of_old text;
+    of_new text;
     changed text;
+    rows refcursor;
+    change record;
+    operation text;
+    written bytea;
     largest bigint;
+    to_partition text := '-1';
     in_blocks boolean := false;
     value CONSTANT text := 'convert_to(head || $2, ''UTF8'')';
     metadata CONSTANT text := 'CASE op WHEN ''c'' THEN $3 WHEN ''u'' THEN $4 ELSE $5 END';
@@ -94,14 +105,51 @@ BEGIN
         part.old_is_current := part.old_is_current || ' AND age(c.xmin) <= 0';
         part.new_is_current := part.new_is_current || ' AND age(c.xmin) <= 0';
     END IF;
-    IF TG_OP = 'INSERT' THEN
-        changed := format(
-            'SELECT %s AS key, NULL::text AS before, stands.image AS after, ''c'' AS op FROM new_rows n '
-            'JOIN ONLY %I.%I c ON %s CROSS JOIN LATERAL %s stands (image)',
-            part.current_key, TG_TABLE_SCHEMA, TG_TABLE_NAME, part.new_is_current, part.current_image
+    -- Rows whose key is new.
+    new_rows := CASE WHEN TG_OP = 'INSERT' THEN 'new_rows n' ELSE format(
+        '(SELECT * FROM new_rows n WHERE NOT EXISTS (SELECT FROM old_rows o WHERE %s) OFFSET 0) n', part.old_is_new
+    ) END;
+    IF changes < 100 THEN
+        of_old := format(
+            'SELECT %s AS key, %s AS before, (SELECT %s FROM ONLY %I.%I c WHERE %s) AS after, %s AS moved '
+            'FROM old_rows o',
+            part.old_key, part.old_image, part.current_image, TG_TABLE_SCHEMA, TG_TABLE_NAME, part.old_is_current,
+            CASE WHEN TG_OP = 'DELETE' THEN 'false' ELSE format(
+                'EXISTS (SELECT FROM new_rows n WHERE ((%s) COLLATE "C" IN (SELECT (%s) COLLATE "C" FROM old_rows o)) '
+                'IS NOT TRUE)', part.new_key, part.old_key
+            ) END
         );
+        of_new := format(
+            'SELECT %s AS key, NULL::text AS before, (SELECT %s FROM ONLY %I.%I c WHERE %s) AS after, false AS moved '
+            'FROM %s',
+            part.new_key, part.current_image, TG_TABLE_SCHEMA, TG_TABLE_NAME, part.new_is_current, new_rows
+        );
+        changed := CASE WHEN TG_OP = 'INSERT' THEN of_new ELSE of_old END;
+        WHILE changed IS NOT NULL LOOP
+            OPEN rows FOR EXECUTE changed;
+            changed := NULL;
+            LOOP
+                FETCH rows INTO change;
+                EXIT WHEN NOT FOUND;
+                IF change.moved THEN
+                    changed := of_new;
+                END IF;
+                CONTINUE WHEN change.before IS NOT DISTINCT FROM change.after;
+                operation := CASE WHEN change.before IS NULL THEN 'c' WHEN change.after IS NULL THEN 'd' ELSE 'u' END;
+                written := convert_to(
+                    '{"before":' || coalesce(change.before, 'null') || ',"after":' || coalesce(change.after, 'null')
+                    || ',"op":"' || operation || '"' || source.tail, 'UTF8'
+                );
+                INSERT INTO {schema}.event_buffer (eql_topic, eql_partition, eql_key, eql_value, eql_metadata)
+                VALUES (captured.eql_topic,
+                        CASE WHEN place < 0 THEN -1 ELSE {schema}.partition_of_key(change.key, place) END, change.key,
+                        written, json_build_object('op', operation, 'table', source.name));
+                largest := greatest(largest, octet_length(written));
+            END LOOP;
+            CLOSE rows;
+        END LOOP;
     ELSE
-        changed := format(
+        of_old := format(
             'SELECT key, before, after, CASE WHEN after IS NULL THEN ''d'' ELSE ''u'' END AS op FROM ('
             'SELECT %s AS key, stood.image AS before, CASE WHEN c.ctid IS NOT NULL THEN stands.image END AS after '
             'FROM old_rows o CROSS JOIN LATERAL %s stood (image) '
@@ -109,67 +157,63 @@ BEGIN
             ') images WHERE before IS DISTINCT FROM after',
             part.old_key, part.old_image, TG_TABLE_SCHEMA, TG_TABLE_NAME, part.old_is_current, part.current_image
         );
-    END IF;
-    IF TG_OP = 'UPDATE' THEN
-        -- Rows whose key is new.
-        changed := changed || format(
-            ' UNION ALL SELECT %s, NULL, stands.image, ''c'' FROM ('
-            'SELECT * FROM new_rows n WHERE NOT EXISTS (SELECT FROM old_rows o WHERE %s) OFFSET 0'
-            ') n JOIN ONLY %I.%I c ON %s CROSS JOIN LATERAL %s stands (image)',
-            part.current_key, part.old_is_new, TG_TABLE_SCHEMA, TG_TABLE_NAME, part.new_is_current, part.current_image
+        of_new := format(
+            'SELECT %s AS key, NULL::text AS before, stands.image AS after, ''c'' AS op '
+            'FROM %s JOIN ONLY %I.%I c ON %s CROSS JOIN LATERAL %s stands (image)',
+            part.current_key, new_rows, TG_TABLE_SCHEMA, TG_TABLE_NAME, part.new_is_current, part.current_image
         );
-    END IF;
-    IF place >= 0 AND changes < 1000 THEN
-        to_partition := format('{schema}.partition_of_key(key, %s)', place);
-    ELSIF place >= 0 THEN
-        -- The same partition: for each remainder of a byte's place, the sum of its bytes times the remainder.
-        WITH RECURSIVE bytes (number, weight) AS (
-            SELECT 31, 1 % place
-            UNION ALL
-            SELECT number - 1, weight * 256 % place FROM bytes WHERE number > 0
-        )
-        SELECT format('(%s) %% %s', coalesce(string_agg(format('(%s) * %s', terms, weight), ' + '), '0'), place)
-        INTO to_partition
-        FROM (
-            SELECT weight, string_agg(format('get_byte(hash, %s)', number), ' + ') AS terms
-            FROM bytes WHERE weight > 0 GROUP BY weight
-        ) weighted;
-        changed := 'SELECT *, sha256(convert_to(key, ''UTF8'')) AS hash FROM (' || changed || ') keyed OFFSET 0';
-    END IF;
-    changed := format(
-        'SELECT %s AS partition, key, op, ''{"before":'' || coalesce(before, ''null'') || '',"after":'' '
-        '|| coalesce(after, ''null'') || '',"op":"'' || op || ''"'' AS head FROM (%s) changed',
-        to_partition, changed
-    );
-    IF changes = 1000 AND place <= 100 THEN
-        SELECT t.eql_storage = 'blocks' INTO in_blocks FROM {schema}.topic t WHERE t.eql_name = captured.eql_topic;
-    END IF;
-    IF in_blocks THEN
-        -- As a block of a publisher, a block has at most 10,000 changes, and less than a mebibyte besides its first
-        -- change. All changes may be of one partition. A key has one change.
+        changed := CASE TG_OP WHEN 'INSERT' THEN of_new WHEN 'DELETE' THEN of_old
+                              ELSE of_old || ' UNION ALL ' || of_new END;
+        IF place >= 0 THEN
+            -- The same partition: for each remainder of a byte's place, the sum of its bytes times the remainder.
+            WITH RECURSIVE bytes (number, weight) AS (
+                SELECT 31, 1 % place
+                UNION ALL
+                SELECT number - 1, weight * 256 % place FROM bytes WHERE number > 0
+            )
+            SELECT format('(%s) %% %s', coalesce(string_agg(format('(%s) * %s', terms, weight), ' + '), '0'), place)
+            INTO to_partition
+            FROM (
+                SELECT weight, string_agg(format('get_byte(hash, %s)', number), ' + ') AS terms
+                FROM bytes WHERE weight > 0 GROUP BY weight
+            ) weighted;
+            changed := 'SELECT *, sha256(convert_to(key, ''UTF8'')) AS hash FROM (' || changed || ') keyed OFFSET 0';
+        END IF;
         changed := format(
-            'INSERT INTO {schema}.event_buffer (eql_topic, eql_partition, eql_value, eql_metadata, eql_events, '
-            'eql_block_partition, eql_keys, eql_values, eql_event_metadata) '
-            'SELECT $1, -3, '''', ''{}'', count(*), partition, array_agg(key), array_agg(%s), array_agg(%s) '
-            'FROM (SELECT *, (row_number() OVER own - 1) / 10000 AS by_number, '
-            'sum(octet_length(head) + octet_length($2)) OVER own / 1048576 AS by_size '
-            'FROM (%s OFFSET 0) headed WINDOW own AS (PARTITION BY partition ROWS UNBOUNDED PRECEDING)) numbered '
-            'GROUP BY partition, by_number, by_size '
-            'RETURNING CASE WHEN pg_column_size(eql_values) > 67108864 '
-            'THEN (SELECT max(octet_length(value)) FROM unnest(eql_values) AS value) END AS size',
-            value, metadata, changed
+            'SELECT %s AS partition, key, op, ''{"before":'' || coalesce(before, ''null'') || '',"after":'' '
+            '|| coalesce(after, ''null'') || '',"op":"'' || op || ''"'' AS head FROM (%s) changed',
+            to_partition, changed
         );
-    ELSE
-        changed := format(
-            'INSERT INTO {schema}.event_buffer (eql_topic, eql_partition, eql_key, eql_value, eql_metadata) '
-            'SELECT $1, partition, key, %s, %s FROM (%s) headed RETURNING octet_length(eql_value) AS size',
-            value, metadata, changed
-        );
+        IF changes = 1000 AND place <= 100 THEN
+            SELECT t.eql_storage = 'blocks' INTO in_blocks FROM {schema}.topic t WHERE t.eql_name = captured.eql_topic;
+        END IF;
+        IF in_blocks THEN
+            -- As a block of a publisher, a block has at most 10,000 changes, and less than a mebibyte besides its first
+            -- change. All changes may be of one partition. A key has one change.
+            changed := format(
+                'INSERT INTO {schema}.event_buffer (eql_topic, eql_partition, eql_value, eql_metadata, eql_events, '
+                'eql_block_partition, eql_keys, eql_values, eql_event_metadata) '
+                'SELECT $1, -3, '''', ''{}'', count(*), partition, array_agg(key), array_agg(%s), array_agg(%s) '
+                'FROM (SELECT *, (row_number() OVER own - 1) / 10000 AS by_number, '
+                'sum(octet_length(head) + octet_length($2)) OVER own / 1048576 AS by_size '
+                'FROM (%s OFFSET 0) headed WINDOW own AS (PARTITION BY partition ROWS UNBOUNDED PRECEDING)) numbered '
+                'GROUP BY partition, by_number, by_size '
+                'RETURNING CASE WHEN pg_column_size(eql_values) > 67108864 '
+                'THEN (SELECT max(octet_length(value)) FROM unnest(eql_values) AS value) END AS size',
+                value, metadata, changed
+            );
+        ELSE
+            changed := format(
+                'INSERT INTO {schema}.event_buffer (eql_topic, eql_partition, eql_key, eql_value, eql_metadata) '
+                'SELECT $1, partition, key, %s, %s FROM (%s) headed RETURNING octet_length(eql_value) AS size',
+                value, metadata, changed
+            );
+        END IF;
+        EXECUTE 'WITH written AS (' || changed || ') SELECT max(size) FROM written'
+        INTO largest
+        USING captured.eql_topic, source.tail, json_build_object('op', 'c', 'table', source.name),
+              json_build_object('op', 'u', 'table', source.name), json_build_object('op', 'd', 'table', source.name);
     END IF;
-    EXECUTE 'WITH written AS (' || changed || ') SELECT max(size) FROM written'
-    INTO largest
-    USING captured.eql_topic, source.tail, json_build_object('op', 'c', 'table', source.name),
-          json_build_object('op', 'u', 'table', source.name), json_build_object('op', 'd', 'table', source.name);
     IF largest > 67108864 THEN
         RAISE EXCEPTION 'a change of table % has % bytes, and an event of topic % has at most 67108864', source.name,
             largest, captured.eql_topic USING ERRCODE = 'program_limit_exceeded',
