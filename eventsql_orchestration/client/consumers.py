@@ -312,10 +312,10 @@ class ClusterTransfer:
         """Transfer until `stop` is set, at once when a process announces events in the buffer.
 
         Otherwise it looks every `polling_delay` seconds, and on one database also when `wake` is set. After a round
-        that moved events, it looks sooner and then slows down. It retries while the database is down or a topic's
-        events cannot be moved. `on_moved` gets the number of events by topic of each round. Each of several shards has
-        a thread, and so has a shard that joins. Raises errors of `on_moved`, and `ClosedError` when the platform is
-        closed.
+        that moved events which nobody had announced, it looks sooner and then slows down. It retries while the database
+        is down or a topic's events cannot be moved. `on_moved` gets the number of events by topic of each round. Each
+        of several shards has a thread, and so has a shard that joins. Raises errors of `on_moved`, and `ClosedError`
+        when the platform is closed.
         """
         if self._cluster.lone is not None:
             return self._cluster.lone.transfer_until(stop, polling_delay=polling_delay, wake=wake, on_moved=on_moved)

@@ -38,6 +38,9 @@ LOG: Final = "log"
 BUFFER: Final = "buffer"
 """The kind of a notification of new events in the buffer."""
 
+UNCOMMITTED: Final = "uncommitted"
+"""Stands for the topic in a notification of events in the buffer whose transaction may still be open."""
+
 STORE: Final = "store"
 """The kind of a notification of new changes in the event store."""
 

@@ -68,12 +68,14 @@ class Publisher:
 
     def __init__(
         self, database: Database, registry: Registry, *, straight: bool = True,
-        on_published: Callable[[], None] = lambda: None, on_appended: Callable[[str], None] = lambda _topic: None,
+        on_published: Callable[[bool], None] = lambda _committed: None,
+        on_appended: Callable[[str], None] = lambda _topic: None,
     ) -> None:  # fmt: skip
         """With `straight`, batches may go to the log directly.
 
-        `on_published` is called after events went to the buffer, `on_appended` with the topic after a batch went to its
-        log.
+        `on_published` is called after events went to the buffer, with whether their transaction has been committed. For
+        a caller's transaction, it is called before the commit. `on_appended` is called with the topic after a batch
+        went to its log.
         """
         self._database = database
         self._registry = registry
@@ -108,7 +110,7 @@ class Publisher:
             topic = self._definition(publication.topic, placed)
             partition = self._partition(publication, topic)
             if self._insert(publication, topic, partition, connection):
-                self._on_published()
+                self._on_published(connection is None)
                 return Placement(partition, None)
             self._registry.forget(topic.name)
         raise _redefined([publication.topic])
@@ -122,7 +124,7 @@ class Publisher:
             "key": publication.key, "value": publication.value,
             "metadata": copy_format.encode_metadata(publication.metadata).decode(),
         }  # fmt: skip
-        self._on_published()
+        self._on_published(False)
         return rendered(self._queries("publish_statement").as_string(), values, paramstyle)
 
     def publish_all(
@@ -190,7 +192,7 @@ class Publisher:
                 copy.write(copy_format.TRAILER)
             self._check(psycopg_connection, topics.values(), joined=connection is not None)
         if published:
-            self._on_published()
+            self._on_published(connection is None)
         return published
 
     def _append(

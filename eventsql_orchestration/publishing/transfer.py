@@ -25,8 +25,7 @@ MAX_RETRY_DELAY: Final = 5.0
 """The most seconds between two attempts if the database is down or a topic's events cannot be moved."""
 
 FIRST_DELAY: Final = 0.005
-"""Seconds until the next look after a wake-up or a move. Doubles with each look that finds nothing. Nothing announces
-the commit of a caller's transaction, so the transfer has to look for its events."""
+"""Seconds until the next look for events whose commit nobody announces. Doubles with each look that finds nothing."""
 
 
 Announce: TypeAlias = Callable[[Iterable[str]], None]
@@ -98,10 +97,17 @@ class Transfer:
 
     def run(
         self, stop: threading.Event,
-        *, polling_delay: Delay = 0.2, wake: threading.Event | None = None, on_moved: OnMoved | None = None,
+        *, polling_delay: Delay = 0.2, wake: threading.Event | None = None, uncommitted: threading.Event | None = None,
+        on_moved: OnMoved | None = None,
     ) -> None:  # fmt: skip
-        """Transfer until `stop` is set, also when `wake` is set. See `ClusterTransfer.run`."""
+        """Transfer until `stop` is set, also when `wake` is set. See `ClusterTransfer.run`.
+
+        `uncommitted` is set before `wake` if the transaction of new events may still be open: nobody announces its
+        commit, so this looks again soon, and then slows down. It does so too after a move of events that nobody had
+        announced, and while another transfer holds a topic.
+        """
         wake = wake or stop
+        woken = False
         delay = 0.0
         failed: dict[str, EventSQLError] = {}
         retry_failed_at = 0.0
@@ -112,7 +118,7 @@ class Transfer:
             longest = polling_delay() if callable(polling_delay) else polling_delay
             delay = delay or min(FIRST_DELAY, longest)
             try:
-                _, counts, again, _ = self._round(None, failed, MAX_OFFSET)
+                _, counts, again, held = self._round(None, failed, MAX_OFFSET)
             except DatabaseError as error:
                 longest = max(longest, MAX_RETRY_DELAY)
                 logger.warning("the transfer waits %.2g s for the database: %s", delay, error)
@@ -123,12 +129,18 @@ class Transfer:
             if counts and on_moved is not None:
                 on_moved(counts)
             if counts or again:
-                delay = 0.0
-            elif not wake.wait(delay):
+                # Look again even if the batch was not full: another transfer may have found the topic held meanwhile.
+                delay = delay if woken else 0.0
+                continue
+            delay = min(FIRST_DELAY if woken and held else delay, longest)
+            woken = wake.wait(delay)
+            if not woken:
                 delay = min(delay * 2, longest)
             elif wake is not stop:
                 wake.clear()
-                delay = 0.0
+                if uncommitted is not None and uncommitted.is_set():
+                    uncommitted.clear()
+                    delay = 0.0
 
     def close(self) -> None:
         """Close the transfer's connection; the next run opens another."""

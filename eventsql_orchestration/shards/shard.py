@@ -13,7 +13,7 @@ from eventsql_orchestration.consuming.consumers import Consumers
 from eventsql_orchestration.consuming.dead_letters import DeadLetters
 from eventsql_orchestration.consuming.lag import ConsumerLag, LagReader
 from eventsql_orchestration.database import Database
-from eventsql_orchestration.database.notifications import BUFFER, LOG, Listener
+from eventsql_orchestration.database.notifications import BUFFER, LOG, UNCOMMITTED, Listener
 from eventsql_orchestration.database.notifier import Notifier
 from eventsql_orchestration.errors import EventSQLError, ShardUnavailableError
 from eventsql_orchestration.forks import after_fork
@@ -78,13 +78,14 @@ class Shard:
         self._background_lock = threading.Lock()
         self._unsubscribe: Callable[[], None] = lambda: None
         self._stop = threading.Event()
-        self._wake = Wake()
+        self._wake, self._uncommitted = Wake(), Wake()
         after_fork(self, Shard._after_fork)
 
     def _after_fork(self) -> None:
         """See `forks`. This process finds out by itself whether the shard is down."""
         self.down, self._background, self._unsubscribe = None, None, lambda: None
-        self._background_lock, self._stop, self._wake = threading.Lock(), threading.Event(), Wake()
+        self._background_lock, self._stop = threading.Lock(), threading.Event()
+        self._wake, self._uncommitted = Wake(), Wake()
 
     def __repr__(self) -> str:
         name = "" if self.name is None else f", name={self.name!r}"
@@ -128,19 +129,21 @@ class Shard:
     def _announce(self, topic: str) -> None:
         self.notifier.notify(LOG, topic)
 
-    def _announce_buffered(self) -> None:
+    def _announce_buffered(self, committed: bool) -> None:
         # Notify the process that transfers.
-        self.notifier.notify(BUFFER, None)
+        self.notifier.notify(BUFFER, None if committed else UNCOMMITTED)
 
     @property
     def _transferring(self) -> bool:
         return self._background is not None and self._background.is_alive()
 
-    def _wake_transfer(self) -> None:
+    def _wake_transfer(self, committed: bool) -> None:
         if not self.database.may_transfer:
             # This role may only publish; a transfer runs in another process.
-            self._announce_buffered()
+            self._announce_buffered(committed)
             return
+        if not committed:
+            self._uncommitted.set()
         # The transfer clears the event before it looks into the buffer.
         if not self._wake.is_set():
             self._wake.set()
@@ -148,20 +151,41 @@ class Shard:
             with self._background_lock:
                 if not self._transferring:
                     self._unsubscribe()
-                    self._unsubscribe = self.listener.subscribe(BUFFER, None, self._wake.set)
+                    self._unsubscribe = self._subscribe_to_buffer(self._wake, self._uncommitted)
                     self._background = start_thread(
-                        "transfer", self.transfer.run, self._stop, wake=self._wake, polling_delay=self._transfer_delay
-                    )
+                        "transfer", self.transfer.run, self._stop, wake=self._wake, uncommitted=self._uncommitted,
+                        polling_delay=self._transfer_delay,
+                    )  # fmt: skip
+
+    def _subscribe_to_buffer(self, wake: threading.Event, uncommitted: threading.Event) -> Callable[[], None]:
+        """Set `wake` on each notification of buffered events, after `uncommitted` if they may be uncommitted.
+
+        Returns a function that ends it.
+        """
+
+        def expect() -> None:
+            uncommitted.set()
+            wake.set()
+
+        ends = [
+            self.listener.subscribe(BUFFER, None, wake.set), self.listener.subscribe(BUFFER, UNCOMMITTED, expect)
+        ]  # fmt: skip
+
+        def end() -> None:
+            for each in ends:
+                each()
+
+        return end
 
     def transfer_until(
         self, stop: threading.Event,
         *, polling_delay: Delay = 0.2, wake: threading.Event | None = None, on_moved: OnMoved | None = None,
     ) -> None:  # fmt: skip
         """Transfer until `stop` is set, at once on a notification of buffered events; see `Transfer.run`."""
-        wake = wake or threading.Event()
-        unsubscribe = self.listener.subscribe(BUFFER, None, wake.set)
+        wake, uncommitted = wake or threading.Event(), threading.Event()
+        unsubscribe = self._subscribe_to_buffer(wake, uncommitted)
         try:
-            self.transfer.run(stop, polling_delay=polling_delay, wake=wake, on_moved=on_moved)
+            self.transfer.run(stop, polling_delay=polling_delay, wake=wake, uncommitted=uncommitted, on_moved=on_moved)
         finally:
             unsubscribe()
 

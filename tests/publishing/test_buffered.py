@@ -415,7 +415,7 @@ def test_an_interrupt_at_any_moment_of_a_wait_for_an_acknowledgement_keeps_no_ot
 
 
 def test_a_failure_after_the_commit_does_not_publish_twice(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
+    def fail(_committed: bool) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setattr(platform.shards[0].publisher, "_on_published", fail)

@@ -17,6 +17,7 @@ from psycopg.rows import dict_row
 
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection, connections
+from eventsql_orchestration.database.notifications import BUFFER, UNCOMMITTED
 from eventsql_orchestration.errors import DatabaseError, ValidationError
 from eventsql_orchestration.publishing import batches
 from eventsql_orchestration.queue import Queue
@@ -234,3 +235,46 @@ def test_cursors_of_a_callers_connection_may_be_of_any_kind(
     platform.transfer.run_once()
     assert [event.value for event in platform.reader.read("orders")] == [ONE.value] * 2
     assert [message.body for message in queue.receive()] == [b"sent"]
+
+
+# The transfer
+
+
+def test_only_events_of_a_callers_transaction_are_announced_as_uncommitted(
+    platform: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, str | None]] = []
+    monkeypatch.setattr(platform.shards[0].notifier, "notify", lambda kind, topic: told.append((kind, topic)))
+    platform.publisher.publish(ONE)
+    platform.publisher.publish_all([ONE])
+    assert told == [(BUFFER, None)] * 2
+    for publish in both_ways(platform):
+        with session.transaction():
+            publish(session)
+    platform.publisher.statement(ONE)
+    assert told[2:] == [(BUFFER, UNCOMMITTED)] * 3
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["in this process", "in another process"])
+def test_a_transfer_looks_again_and_again_for_an_announced_event_until_it_is_committed(
+    dsn: str, session: Connection, until: Until, monkeypatch: pytest.MonkeyPatch, *, elsewhere: bool
+) -> None:
+    """Nobody announces the commit."""
+    looks: list[object] = []
+    with EventSQL(dsn) as transferring, EventSQL(dsn, transfer=not elsewhere) as publishing:
+        shard = transferring.shards[0]
+        look = shard.transfer._writer.look
+
+        def noted(wanted: list[str] | None) -> tuple[int, list[str]]:
+            looks.append(wanted)
+            return look(wanted)
+
+        monkeypatch.setattr(shard, "_transfer_delay", lambda: 3_600.0)
+        monkeypatch.setattr(shard.transfer._writer, "look", noted)
+        transferring.publisher.publish(ONE)
+        until(lambda: shard.listener.listening and transferring.reader.count("orders") == 1)
+        looks.clear()
+        with session.transaction():
+            (publishing if elsewhere else transferring).publisher.publish(ONE, connection=session)
+            until(lambda: len(looks) >= 3)
+        until(lambda: transferring.reader.count("orders") == 2)

@@ -363,22 +363,88 @@ def test_the_loop_goes_on_past_a_topic_that_cannot_be_moved_and_tries_it_again(
     assert moved == [{"payments": 1}, {"payments": 1}, {"orders": 1}]
 
 
-def test_the_loop_looks_less_and_less_often_while_it_finds_nothing_until_it_is_woken(
+class Looks(threading.Event):
+    """Wakes a loop as its script says, which has whether to wake it at each wait: by a commit, or without one."""
+
+    def __init__(self, *script: str) -> None:
+        super().__init__()
+        self.script = list(script)
+        self.stop = threading.Event()
+        self.uncommitted = threading.Event()
+        self.delays: list[float | None] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.delays.append(timeout)
+        match self.script.pop(0):
+            case "committed":
+                self.set()
+            case "uncommitted":
+                self.uncommitted.set()
+                self.set()
+        if not self.script:
+            self.stop.set()
+        return self.is_set()
+
+    def of(self, transfer: Transfer) -> list[float | None]:
+        """The delays before the loop's looks."""
+        transfer.run(self.stop, polling_delay=0.02, wake=self, uncommitted=self.uncommitted)
+        return self.delays
+
+
+def test_the_loop_looks_less_and_less_often_until_it_hears_of_events_that_may_be_uncommitted(
     transfers: Callable[..., Transfer],
 ) -> None:
-    stop, delays = threading.Event(), list[float | None]()
+    looks = Looks("", "", "", "uncommitted", "", "")
+    assert looks.of(transfers()) == [0.005, 0.01, 0.02, 0.02, 0.005, 0.01]
 
-    class Wake(threading.Event):
+
+def test_a_look_for_committed_events_finds_them_and_needs_no_further_looks(
+    platform: EventSQL, transfers: Callable[..., Transfer]
+) -> None:
+    looks = Looks("", "", "committed", "", "uncommitted", "", "committed", "")
+    assert looks.of(transfers()) == [0.005, 0.01, 0.02, 0.02, 0.02, 0.005, 0.01, 0.01]
+
+    class Published(Looks):
+        def clear(self) -> None:
+            super().clear()
+            platform.publisher.publish(order("one"))
+
+    looks = Published("", "", "committed", "")
+    assert looks.of(transfers()) == [0.005, 0.01, 0.02, 0.02]
+    assert values(platform) == ["one"]
+
+
+def test_the_loop_looks_soon_after_events_that_nobody_announced(
+    platform: EventSQL, transfers: Callable[..., Transfer]
+) -> None:
+    class Unannounced(Looks):
         def wait(self, timeout: float | None = None) -> bool:
-            delays.append(timeout)
-            if len(delays) == 4:
-                self.set()
-            if len(delays) == 6:
-                stop.set()
-            return self.is_set()
+            if len(self.delays) == 2:
+                platform.publisher.publish(order("one"))
+            return super().wait(timeout)
 
-    transfers().run(stop, polling_delay=0.02, wake=Wake())
-    assert delays == [0.005, 0.01, 0.02, 0.02, 0.005, 0.01]
+    assert Unannounced("", "", "", "").of(transfers()) == [0.005, 0.01, 0.02, 0.005]
+    assert values(platform) == ["one"]
+
+
+def test_the_loop_looks_soon_again_for_committed_events_of_a_topic_that_another_transfer_holds(
+    platform: EventSQL, transfers: Callable[..., Transfer], sessions: Sessions
+) -> None:
+    """The other transfer may have looked before they were committed."""
+    other = sessions()
+    other.execute("SELECT FROM eventsql.event_buffer_lock WHERE eql_topic = 'orders' FOR UPDATE")
+
+    class Held(Looks):
+        def wait(self, timeout: float | None = None) -> bool:
+            if len(self.delays) == 1:
+                platform.publisher.publish(order("one"))
+            if len(self.delays) == 4:
+                other.rollback()
+            return super().wait(timeout)
+
+    looks = Held("", "committed", "", "committed", "", "")
+    assert looks.of(transfers()) == [0.005, 0.01, 0.005, 0.01, 0.005, 0.005]
+    assert values(platform) == ["one"]
 
 
 def test_one_run_ends_though_publishers_go_on(
