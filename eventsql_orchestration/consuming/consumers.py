@@ -31,8 +31,8 @@ from eventsql_orchestration.consuming.worker_pool import (
     PollOutcome,
 )
 from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database.binary import encode_array, encode_bigint, encode_smallint
 from eventsql_orchestration.database.notifications import Listener
-from eventsql_orchestration.database.rows import fetch_all
 from eventsql_orchestration.errors import PartitionOutOfRangeError, ValidationError
 from eventsql_orchestration.forks import ProcessSet
 from eventsql_orchestration.model import NOT_PARTITIONED
@@ -52,6 +52,10 @@ MOST_ROWS: Final = 1_000_000
 
 LAYOUT_SECONDS: Final = 1.0
 """Seconds until a partition checks again whether the others have reached the end of their topic's layout."""
+
+_SMALLINT: Final = 21
+_BIGINT: Final = 20
+"""OIDs of types."""
 
 
 class _UnleasedSource:
@@ -232,10 +236,17 @@ class Consumers:
         The consumer may have been deleted, and registered in the other form: then these are the partitions of the new
         consumer.
         """
-        asking = {"topic": topic, "consumer": consumer, "partitions": list(asked), "least": list(asked.values())}
+        constants: dict[str, str | None] = {"topic": topic, "consumer": consumer}
+        asking: dict[str, bytes] = {}
+        if any(least > 1 for least in asked.values()):
+            asking["partitions"] = encode_array(map(encode_smallint, asked), of=_SMALLINT)
+            asking["least"] = encode_array(map(encode_bigint, asked.values()), of=_BIGINT)
+        else:
+            # Without values, the server makes no plan for them. Measured: a look takes 0.25 ms instead of 0.75.
+            constants |= {"partitions": None, "least": None}
         with self._database.connection() as connection:
-            query = self._on_log.on(connection, "ready" if partitioned else "ready_topic", topic)
-            rows = fetch_all(connection, query, asking, prepare=True)
+            look = self._on_log.brief(connection, "ready" if partitioned else "ready_topic", topic, constants)
+        rows = self._database.fetch_values(look, asking)
         if rows and all((partition != NOT_PARTITIONED) != partitioned for partition, _, _ in rows):
             return self._ready(topic, consumer, asked, partitioned=not partitioned)
         found = {partition: ready_in for partition, ready_in, waiting in rows if waiting}

@@ -24,6 +24,10 @@ _length: Final = struct.Struct(">i").pack
 _NULL: Final = _length(-1)
 
 
+def encode_smallint(number: int) -> bytes:
+    return number.to_bytes(2, signed=True)
+
+
 def encode_bigint(number: int) -> bytes:
     return number.to_bytes(8, signed=True)
 

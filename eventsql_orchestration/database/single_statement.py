@@ -20,8 +20,9 @@ from psycopg.abc import PQGen
 from psycopg.adapt import AdaptersMap, Transformer
 from psycopg.pq import DiagnosticField, ExecStatus, Format, TransactionStatus
 from psycopg.pq.abc import PGresult
+from psycopg.types.bool import BoolBinaryLoader
 from psycopg.types.datetime import TimestamptzBinaryLoader
-from psycopg.types.numeric import Int2BinaryLoader, Int4BinaryLoader, Int8BinaryLoader
+from psycopg.types.numeric import Float8BinaryLoader, Int2BinaryLoader, Int4BinaryLoader, Int8BinaryLoader
 from psycopg.types.string import ByteaBinaryLoader, TextBinaryLoader
 
 from eventsql_orchestration.database.connections import UTF8, Connection
@@ -32,7 +33,7 @@ Sent = ParamSpec("Sent")
 RawRow: TypeAlias = tuple[bytes | None, ...]
 """The columns of a row in PostgreSQL's binary format; None for NULL."""
 
-_PLACEHOLDER: Final = re.compile(r"%\((\w+)\)[sb]")
+_PLACEHOLDER: Final = re.compile(r"%\((\w+)\)[sb]|%%")
 
 _LOST: Final = b"26000"
 """The SQLSTATE for a prepared statement that is gone: psycopg executes DEALLOCATE ALL after some statements."""
@@ -57,6 +58,8 @@ _LOADED.register_loader(_BYTEA, ByteaBinaryLoader)
 _LOADED.register_loader("int8", Int8BinaryLoader)
 _LOADED.register_loader("int2", Int2BinaryLoader)
 _LOADED.register_loader("int4", Int4BinaryLoader)
+_LOADED.register_loader("float8", Float8BinaryLoader)
+_LOADED.register_loader("bool", BoolBinaryLoader)
 _LOADED.register_loader("text", TextBinaryLoader)
 _LOADED.register_loader("timestamptz", TimestamptzBinaryLoader)
 _LOADED.register_loader("jsonb", ByteaBinaryLoader)
@@ -68,17 +71,35 @@ class SingleStatement:
     A connection prepares the statement at the first execution; a connection to a pooler in transaction mode does not.
     Without `prepare`, the server plans each execution. A statement that reads tables needs that: otherwise, it would
     keep the plan from the time when they were small. A statement whose planning takes longer than its execution is
-    prepared `briefly` instead.
+    prepared `briefly` instead, while it is executed again and again.
     """
 
-    def __init__(self, name: str, query: sql.SQL, *, prepare: bool = True, briefly: bool = False) -> None:
+    def __init__(
+        self, name: str, query: sql.SQL, *, prepare: bool = True, briefly: bool = False,
+        constants: Mapping[str, str | None] | None = None,
+    ) -> None:  # fmt: skip
+        """`constants` are texts for placeholders, the same at each execution; None for NULL.
+
+        If a statement has constants only, the server makes the plan that it keeps at the first execution. Otherwise, it
+        plans the first five executions each for its values, and goes on with that if the values promise a better plan.
+        """
         self._prepares = prepare
         self._briefly = briefly
-        text = query.as_string()
-        self._placeholders = list(dict.fromkeys(_PLACEHOLDER.findall(text)))
-        numbers = {placeholder: f"${number}" for number, placeholder in enumerate(self._placeholders, 1)}
-        self._text = _PLACEHOLDER.sub(lambda match: numbers[match[1]], text).replace("%%", "%").encode()
-        self._formats = [Format.BINARY] * len(numbers)
+        texts = {each: sql.Literal(text).as_string() for each, text in (constants or {}).items()}
+        self._placeholders: list[str] = []
+
+        def filled(found: re.Match[str]) -> str:
+            name = found[1]
+            if name is None:
+                return "%"
+            if name in texts:
+                return texts[name]
+            if name not in self._placeholders:
+                self._placeholders.append(name)
+            return f"${self._placeholders.index(name) + 1}"
+
+        self._text = _PLACEHOLDER.sub(filled, query.as_string()).encode()
+        self._formats = [Format.BINARY] * len(self._placeholders)
         # Another schema or version has another text, and may share the session through a pooler.
         self._name = f"eventsql_{name}_{zlib.crc32(self._text):08x}".encode()
 
@@ -99,7 +120,7 @@ class SingleStatement:
     def fetch_values(
         self, connection: Connection, prepared: dict[Any, Any], values: Mapping[str, bytes | None]
     ) -> list[tuple[Any, ...]]:
-        """As `fetch`, with the columns as Python's values: whole numbers, texts, bytes, and times in UTC."""
+        """As `fetch`, with the columns as Python's values: numbers, truth values, texts, bytes, and times in UTC."""
         result = _checked(self._run(connection, prepared, values), ExecStatus.TUPLES_OK)
         transformer = Transformer(_LOADED)
         transformer.set_pgresult(result)
@@ -115,9 +136,8 @@ class SingleStatement:
                 return self._run_in_transaction(connection, row)
             return self._run_once(connection, row)
 
-        if self._briefly and time.monotonic() - prepared.get(self._name, math.inf) >= BRIEF_SECONDS:
-            _exchange(connection, connection.pgconn.send_query, b"DEALLOCATE " + self._name)
-            del prepared[self._name]
+        if self._briefly and not self._keeps_plan(connection, prepared):
+            return self._run_once(connection, row)
         if self._name not in prepared:
             # Noted before it is prepared: after an interruption, the server may have the statement.
             prepared[self._name] = time.monotonic()
@@ -127,6 +147,19 @@ class SingleStatement:
             self._prepare(connection)
             result = self._run_prepared(connection, row)
         return result
+
+    def _keeps_plan(self, connection: Connection, prepared: dict[Any, Any]) -> bool:
+        """Whether a connection keeps the plan of a brief statement. It drops an old plan.
+
+        A statement that was not executed for a while is not prepared: that takes two round trips more.
+        """
+        now = time.monotonic()
+        executed: float = prepared.get(self._text, -math.inf)
+        prepared[self._text] = now
+        if now - prepared.get(self._name, math.inf) >= BRIEF_SECONDS:
+            _exchange(connection, connection.pgconn.send_query, b"DEALLOCATE " + self._name)
+            del prepared[self._name]
+        return now - executed < BRIEF_SECONDS
 
     def _run_once(self, connection: Connection, row: Sequence[bytes | None]) -> PGresult:
         send = connection.pgconn.send_query_params

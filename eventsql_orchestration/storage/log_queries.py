@@ -8,6 +8,7 @@ from. `{row_store}` and `{block_store}` are the tables that hold rows and blocks
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -16,6 +17,7 @@ import psycopg
 from psycopg import sql
 
 from eventsql_orchestration.database import Queries
+from eventsql_orchestration.database.single_statement import SingleStatement
 from eventsql_orchestration.storage import log_form
 from eventsql_orchestration.storage.log_form import FORMS, ROOM, Form
 
@@ -28,6 +30,7 @@ class LogQueries:
         self._queries = Queries(file, schema, room=ROOM)
         variants = f"blocks_{file}"
         self._variants = Queries(variants, schema, room=ROOM) if _exists(variants) else None
+        self._brief: dict[tuple[object, ...], SingleStatement] = {}
 
     def __call__(
         self, name: str, *, topic: str | None = None, table: str | None = None, form: Form = FORMS["rows"]
@@ -46,6 +49,17 @@ class LogQueries:
     def on(self, connection: psycopg.Connection[Any], name: str, topic: str) -> sql.SQL:
         """The statement called `name` for the form of a topic's log."""
         return self(name, topic=topic, form=log_form.form(connection, self._schema, topic))
+
+    def brief(
+        self, connection: psycopg.Connection[Any], name: str, topic: str, constants: Mapping[str, str | None]
+    ) -> SingleStatement:
+        """As `on`, for executions that are transactions by themselves. A connection keeps the plan for a second."""
+        key = name, topic, log_form.form(connection, self._schema, topic), *constants.items()
+        statement = self._brief.get(key)
+        if statement is None:
+            query = self.on(connection, name, topic)
+            statement = self._brief[key] = SingleStatement(name, query, briefly=True, constants=constants)
+        return statement
 
     def writing(self, connection: psycopg.Connection[Any], name: str, topic: str) -> sql.SQL:
         """The statement called `name` for the form of the new events of a topic's log."""

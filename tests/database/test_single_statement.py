@@ -18,7 +18,7 @@ from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableErro
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
-    from tests.fixtures import Said, Sessions
+    from tests.fixtures import Said, SaidBy, Sessions
 
 INSERT = sql.SQL("INSERT INTO public.numbers SELECT %(number)s::integer, %(text)s::text WHERE 7 %% 4 = 3")
 
@@ -188,15 +188,54 @@ def test_a_plan_of_a_briefly_prepared_statement_stays_for_its_time(
             "SELECT count(*) FILTER (WHERE generic_plans > 0), count(*) FROM pg_prepared_statements "
             "WHERE name LIKE 'eventsql_brief%'"
         ).fetchone()
-    assert found == (plans, 1)
+    assert found == (plans, plans)
+
+
+def test_a_brief_statement_is_prepared_while_it_is_executed_again_and_again(
+    database: Database, monkeypatch: pytest.MonkeyPatch, said_by: SaidBy
+) -> None:
+    said = said_by(database)
+    now = 0.0
+    monkeypatch.setattr(single_statement, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(single_statement, "BRIEF_SECONDS", 1.0)
+    brief = SingleStatement("brief", sql.SQL("SELECT %(n)s::integer"), briefly=True)
+    for at, trips, prepared in (
+        # Alone, twice within a second, and again at once.
+        (0.0, 1, 0), (5.0, 1, 0), (5.9, 2, 1), (6.8, 1, 1),
+        # The plan is old, and then the last execution too.
+        (7.0, 3, 1), (9.0, 2, 0), (9.5, 2, 1),
+    ):  # fmt: skip
+        now = at
+        assert database.fetch(brief, {"n": b"\0\0\0\1"}) == [(b"\0\0\0\1",)]
+        assert said.round_trips() == trips
+        with database.connection() as connection:
+            found = connection.execute("SELECT FROM pg_prepared_statements WHERE name LIKE 'eventsql_brief%'")
+            assert found.rowcount == prepared
+        said.statements()
 
 
 def test_a_briefly_prepared_statement_that_is_lost_is_prepared_anew(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    now = 0.0
+    monkeypatch.setattr(single_statement, "time", SimpleNamespace(monotonic=lambda: now))
     brief = SingleStatement("brief", sql.SQL("SELECT %(n)s::integer"), briefly=True)
-    for seconds in (3_600.0, 0.0, 0.0):
-        monkeypatch.setattr(single_statement, "BRIEF_SECONDS", seconds)
+    for now in (0.0, 0.2, 0.4, 1.3):  # noqa: B007 - the clock reads it
         assert database.fetch(brief, {"n": b"\0\0\0\1"}) == [(b"\0\0\0\1",)]
         with database.connection() as connection:
             connection.execute("DEALLOCATE ALL", prepare=False)
+
+
+def test_constants_stand_in_the_text_and_a_statement_without_values_keeps_its_first_plan(database: Database) -> None:
+    text = "it's 7 %% of \\ %(a)s"
+    query = sql.SQL("SELECT %(text)s::text || %(none)s::text IS NULL, %(text)s::text, 7 %% 4, %(n)s::integer")
+    values = SingleStatement("mixed", query, constants={"text": text, "none": None})
+    assert database.fetch_values(values, {"n": b"\0\0\0\1"}) == [(True, text, 3, 1)]
+    alone = SingleStatement("alone", sql.SQL("SELECT %(text)s::text, 0.5::float8"), constants={"text": text})
+    for _ in range(3):
+        assert database.fetch_values(alone, {}) == [(text, 0.5)]
+    with database.connection() as connection:
+        found = connection.execute(
+            "SELECT generic_plans, custom_plans FROM pg_prepared_statements WHERE name LIKE 'eventsql_alone%'"
+        ).fetchone()
+    assert found == (3, 0)

@@ -520,22 +520,32 @@ def test_a_pass_and_a_claim_visit_what_they_take(platform: EventSQL, watch: Watc
         assert plan.buffers <= 40, str(plan)
 
 
+def look(platform: EventSQL, watch: Watch, statement: str, consumer: str, asked: dict[int, int]) -> list[Plan]:
+    """The plans of a look: `_ready` runs it below the driver's cursors."""
+    each = list(asked) if max(asked.values()) > 1 else None
+    least = None if each is None else list(asked.values())
+    values = {"topic": "orders", "consumer": consumer, "partitions": each, "least": least}
+    with platform.database.connection() as connection, watch.watching():
+        connection.execute(LogQueries("consumers", "eventsql").on(connection, statement, "orders"), values)
+    return watch.of(statement)
+
+
 @pytest.mark.parametrize("least", [1, 500])
 @pytest.mark.parametrize("place", WHERE)
 def test_the_look_for_partitions_with_events_is_a_step_for_each_and_each_segment(
     platform: EventSQL, watch: Watch, place: str, least: int
 ) -> None:
-    count = len(names_of(platform))
-    with watch.watching():
-        ready = platform.shards[0].consumers._ready("orders", place, dict.fromkeys(range(10), least), partitioned=True)
-    for plan in watch.of("ready"):
+    count, consumers = len(names_of(platform)), platform.shards[0].consumers
+    asked = dict.fromkeys(range(10), least)
+    for plan in look(platform, watch, "ready", place, asked):
         check(plan, within(platform, WHERE[place], 2**63), rows=10 * least, steps=10 * count + 10)
     ordinary = set(range(8)) | ({RARE} if least == 1 else set())
+    ready = consumers._ready("orders", place, asked, partitioned=True)
     assert set(ready) == (set() if place == "last" else ordinary)
-    with watch.watching():
-        platform.shards[0].consumers._ready("orders", f"{place}_whole", {NOT_PARTITIONED: least}, partitioned=False)
-    for plan in watch.of("ready_topic"):
+    for plan in look(platform, watch, "ready_topic", f"{place}_whole", {NOT_PARTITIONED: least}):
         check(plan, within(platform, WHERE[place], 2**63), rows=least, steps=count + 1)
+    found = consumers._ready("orders", f"{place}_whole", {NOT_PARTITIONED: least}, partitioned=False)
+    assert found == ({} if place == "last" else {NOT_PARTITIONED: 0.0})
 
 
 # Seeking
