@@ -7,10 +7,10 @@ caches: 163 µs of the publisher's processor time with a cursor, 105 µs with th
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, ParamSpec, TypeAlias
 
@@ -34,6 +34,10 @@ RawRow: TypeAlias = tuple[bytes | None, ...]
 """The columns of a row in PostgreSQL's binary format; None for NULL."""
 
 _PLACEHOLDER: Final = re.compile(r"%\((\w+)\)[sb]|%%")
+
+MOST_NOTED: Final = 200
+"""The most notes of a connection, two for each brief statement, before it keeps no further plans. A process with many
+consumers has a statement for each, and each plan takes memory of the server."""
 
 _LOST: Final = b"26000"
 """The SQLSTATE for a prepared statement that is gone: psycopg executes DEALLOCATE ALL after some statements."""
@@ -100,8 +104,8 @@ class SingleStatement:
 
         self._text = _PLACEHOLDER.sub(filled, query.as_string()).encode()
         self._formats = [Format.BINARY] * len(self._placeholders)
-        # Another schema or version has another text, and may share the session through a pooler.
-        self._name = f"eventsql_{name}_{zlib.crc32(self._text):08x}".encode()
+        # Other constants, another schema or another version make another text, and may share the session.
+        self._name = f"eventsql_{name}_{hashlib.sha256(self._text).hexdigest()[:16]}".encode()
 
     def execute(self, connection: Connection, prepared: dict[Any, Any], values: Mapping[str, bytes | None]) -> int:
         """Execute the statement on an idle connection, and commit. Gives the number of rows that it wrote.
@@ -151,7 +155,8 @@ class SingleStatement:
     def _keeps_plan(self, connection: Connection, prepared: dict[Any, Any]) -> bool:
         """Whether a connection keeps the plan of a brief statement. It drops an old plan.
 
-        A statement that was not executed for a while is not prepared: that takes two round trips more.
+        A statement that was not executed for a while is not prepared: that takes two round trips more. Neither is a
+        statement of a connection that notes too many.
         """
         now = time.monotonic()
         executed: float = prepared.get(self._text, -math.inf)
@@ -159,7 +164,7 @@ class SingleStatement:
         if now - prepared.get(self._name, math.inf) >= BRIEF_SECONDS:
             _exchange(connection, connection.pgconn.send_query, b"DEALLOCATE " + self._name)
             del prepared[self._name]
-        return now - executed < BRIEF_SECONDS
+        return self._name in prepared or (now - executed < BRIEF_SECONDS and len(prepared) <= MOST_NOTED)
 
     def _run_once(self, connection: Connection, row: Sequence[bytes | None]) -> PGresult:
         send = connection.pgconn.send_query_params

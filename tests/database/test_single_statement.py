@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -212,6 +213,21 @@ def test_a_brief_statement_is_prepared_while_it_is_executed_again_and_again(
             found = connection.execute("SELECT FROM pg_prepared_statements WHERE name LIKE 'eventsql_brief%'")
             assert found.rowcount == prepared
         said.statements()
+
+
+def test_a_connection_keeps_the_plans_of_a_number_of_brief_statements(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(single_statement, "MOST_NOTED", 4)
+    monkeypatch.setattr(single_statement, "BRIEF_SECONDS", math.inf)
+    query = sql.SQL("SELECT %(text)s::text")
+    for text in ("a", "b", "c", "d"):
+        each = SingleStatement("brief", query, briefly=True, constants={"text": text})
+        for _ in range(3):
+            assert database.fetch_values(each, {}) == [(text,)]
+    with database.connection() as connection:
+        found = connection.execute("SELECT FROM pg_prepared_statements WHERE name LIKE 'eventsql_brief%'")
+        assert found.rowcount == 2
 
 
 def test_a_briefly_prepared_statement_that_is_lost_is_prepared_anew(
