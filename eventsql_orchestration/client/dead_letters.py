@@ -75,7 +75,8 @@ class ClusterDeadLetters:
         a shard that is down stay there.
 
         Raises `TopicNotFoundError` if the topic or its dead letter topic does not exist, `EventSQLError` for ids that
-        no dead letter has, before anything is redriven; otherwise as `ClusterPublisher.publish_all`.
+        no dead letter has, and `ValidationError` for a filter by offsets if there are several shards, before anything
+        is redriven; otherwise as `ClusterPublisher.publish_all`.
         """
         self._check_ids(letters)
         redriven = 0
@@ -134,7 +135,7 @@ class ClusterDeadLetters:
 
         True selects those that were redriven or dismissed, and False the open ones: they are not erased either. Each
         letter has its shard if there are several. Raises `TopicNotFoundError` if the topic has no dead letter topic,
-        and `EventSQLError` for ids that no letter has.
+        `EventSQLError` for ids that no letter has, and `ValidationError` as `redrive`.
         """
         if self._lone is not None:
             return self._lone.list(topic, letters, limit=limit, redriven=redriven)
