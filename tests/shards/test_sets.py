@@ -13,6 +13,7 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict
 
 from eventsql_orchestration import Consumer, EventFilter, EventSQL, Publication, Shard, Topic
+from eventsql_orchestration.consuming.dead_letters import LetterFilter
 from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.errors import (
     ClosedError,
@@ -23,6 +24,7 @@ from eventsql_orchestration.errors import (
     ShardError,
     ShardsDifferError,
     ShardSetError,
+    ValidationError,
 )
 from eventsql_orchestration.model import Compression
 from eventsql_orchestration.shards.add_shard import ShardAddition
@@ -219,6 +221,14 @@ def test_an_erasure_on_one_of_several_shards_is_refused(databases: Databases, op
         with pytest.raises(ShardSetError):
             erase("orders", ["ann"])
     assert alone.eraser.records() == []
+
+
+def test_dead_letters_of_several_shards_are_not_chosen_by_offsets(databases: Databases, opened: Open) -> None:
+    letters = opened(*databases(2)).dead_letters
+    for chosen in (LetterFilter(ids=[1]), LetterFilter(after=1), LetterFilter(upto=1)):
+        for use in (letters.plan_redrive, letters.redrive, letters.dismiss, letters.list):
+            with pytest.raises(ValidationError, match="each shard counts its dead letters by itself"):
+                use("orders", chosen)
 
 
 def test_a_database_with_topics_does_not_become_a_shard_when_a_platform_opens(
