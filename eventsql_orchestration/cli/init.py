@@ -49,6 +49,7 @@ testpaths = ["tests"]
     ".gitignore": """\
 # The embedded PostgreSQL and Dagster's files.
 .eventsql/
+.tmp_dagster_home_*/
 .venv/
 __pycache__/
 """,

@@ -18,6 +18,7 @@ import pytest
 from eventsql_orchestration import EventSQL, Publication
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from tests.conftest import is_setting
+from tests.documents import DAGSTER
 from tests.fixtures import memory_disk
 from tests.waiting import wait_until
 
@@ -48,6 +49,21 @@ def test_its_own_test_passes(project: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 passed" in done.stdout
+
+
+@pytest.mark.nightly
+def test_the_page_of_dagster_registers_and_loads_it_without_eventsql_dev(
+    project: Path, dsn: str, platform: EventSQL
+) -> None:
+    register, dev = re.findall(r"^dagster (?:job|dev) .*$", DAGSTER.read_text(encoding="utf-8"), re.MULTILINE)
+    environment = {**ENVIRONMENT, "EVENTSQL_DSN": dsn, "PATH": f"{PROGRAM.parent}:{os.environ['PATH']}"}
+    # What `dagster dev` loads, without its processes.
+    for command in (register, dev.replace("dagster dev", "dagster definitions validate")):
+        done = subprocess.run(
+            command.split(), cwd=project, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert [topic.name for topic in platform.registry.topics()] == ["order_placed", "order_placed_dlt"]
 
 
 def consumed(platform: EventSQL) -> dict[str, int]:
