@@ -103,7 +103,7 @@ def _examine(context: CliContext, stalled_after: float) -> Iterator[Finding]:
             else:
                 yield from _database(context, platform.shards[0], stalled_after)
     except EventSQLError as error:
-        yield problem("database", redact(error.message), _remedy(error, context))
+        yield problem("database", _found(error), _remedy(error, context))
     yield _java(context)
 
 
@@ -117,6 +117,14 @@ def _misspelt() -> Iterator[Finding]:
                 f"the variable {name} is not a setting, and nothing reads it",
                 f"set {meant[0]} instead, or remove {name}",
             )
+
+
+def _found(error: EventSQLError) -> str:
+    message = redact(error.message)
+    if isinstance(error, PermissionDeniedError) and "_reader TO" not in message:
+        # Its advice is about one table. The remedy names the role that may see all that the checks look at.
+        return message.partition(": `GRANT")[0]
+    return message
 
 
 def _remedy(error: EventSQLError, context: CliContext) -> str | None:

@@ -50,6 +50,15 @@ def test_a_reader_sees_events_lag_and_definitions(
         assert result.exit_code == 0, (command, result.output)
 
 
+@pytest.mark.usefixtures("owner")
+def test_doctor_as_another_role_asks_for_the_role_reader_alone(login: Login) -> None:
+    findings = json.loads(_run(login("publisher_orders"), "doctor", "--json").stdout)["findings"]
+    (refused,) = [each for each in findings if each["status"] == "problem"]
+    assert "(permission denied for " in refused["message"]
+    assert "GRANT" not in refused["message"]
+    assert refused["remedy"].startswith("grant the login the role reader, ")
+
+
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
