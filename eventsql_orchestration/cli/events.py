@@ -88,8 +88,9 @@ def tail(
             start = Latest() if follow else Earliest()
         if len(platform.shards) > 1 and isinstance(start, AtOffset):
             raise ValidationError("each shard has its own offsets: choose a shard with --shard NAME")
-        tail = _Tail(EventWriter(form), topic, partition, key, grep, inf if max_events is None else max_events)
         after = {shard: _before(shard, topic, start) for shard in platform.members()}
+        writer = EventWriter(form, sharded=any(context.shard or shard.name for shard in after))
+        tail = _Tail(writer, topic, partition, key, grep, inf if max_events is None else max_events)
         wake = _woken_by(platform, topic, follow=follow)
         while tail.left > 0:
             found_any = False

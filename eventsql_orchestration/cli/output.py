@@ -227,31 +227,28 @@ def write_csv(items: Iterable[Mapping[str, Any]], columns: Sequence[str], *, hea
 EVENT_FORMATS: Final = ("json", "csv", "value")
 
 
-class EventWriter:
-    """Writes events in a format of EVENT_FORMATS."""
+_CSV: Final = ("topic", "offset", "partition", "key", "value", "encoding", "timestamp", "metadata")
 
-    def __init__(self, form: str) -> None:
+
+class EventWriter:
+    """Writes events in a format of EVENT_FORMATS. CSV begins with a header at once, even if there are no events."""
+
+    def __init__(self, form: str, *, sharded: bool) -> None:
         self._form = form
-        self._begun = False
+        self._columns = ["shard", *_CSV] if sharded else [*_CSV]
+        if form == "csv":
+            write_csv([], self._columns, header=True)
 
     def write(self, events: Sequence[Event], *, shard: str | None) -> None:
-        """Write events. CSV begins with the header."""
-        if self._form == "json" or not events:
+        """Write events."""
+        if self._form == "json":
             write_events(events, shard=shard)
         elif self._form == "value":
             write_bytes(b"".join((event.value or b"") + b"\n" for event in events))
         else:
-            self._write_csv([event_object(event, shard=shard) for event in events])
-
-    def _write_csv(self, events: Sequence[dict[str, Any]]) -> None:
-        for event in events:
-            event["metadata"] = json_text(event["metadata"])
-        columns = ["shard", *_CSV] if "shard" in events[0] else _CSV
-        write_csv(events, columns, header=not self._begun)
-        self._begun = True
-
-
-_CSV: Final = ("topic", "offset", "partition", "key", "value", "encoding", "timestamp", "metadata")
+            objects = (event_object(event, shard=shard) for event in events)
+            texts = ({**each, "metadata": json_text(each["metadata"])} for each in objects)
+            write_csv(texts, self._columns, header=False)
 
 
 def timestamp(value: datetime) -> str:

@@ -292,6 +292,10 @@ def test_events_as_csv_and_as_values(run: Run, rides: EventSQL, dsn: str) -> Non
         [PROGRAM, "--dsn", dsn, "tail", "rides", "--format", "value"], capture_output=True, check=True
     ).stdout
     assert written == b'{"fare": 0}\n{"fare": 1}\n{"fare": 2}\n{"fare": 3}\n\xff\n'
+    none = ("tail", "rides", "--key", "of no ride", "--format")
+    (header,) = run(*none, "csv").stdout.splitlines()
+    assert header.split(",") == [*read[0]]
+    assert run(*none, "value").stdout == run(*none, "json").stdout == ""
 
 
 def test_lag_as_csv_has_the_columns_of_the_json(run: Run, rides: EventSQL) -> None:

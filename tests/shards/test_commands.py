@@ -122,6 +122,9 @@ def test_listings_carry_the_shards_names(orders: Run) -> None:
     printed = lines(orders("tail", "orders"))
     assert {each["shard"] for each in printed} == {"shard-1", "shard-2"}
     assert {each["key"] for each in printed} == set(KEYS)
+    header, *rows = orders("tail", "orders", "--format", "csv").stdout.splitlines()
+    assert header.split(",")[:3] == ["shard", "topic", "offset"]
+    assert [row.split(",")[0] for row in rows] == [f'"{each["shard"]}"' for each in printed]
     plan = json.loads(orders("seek", "orders", "mailer", "--to-latest", "--json").stdout)
     assert {move["shard"] for move in plan["moves"]} == {"shard-1", "shard-2"}
     described = json.loads(orders("topic", "describe", "orders", "--json").stdout)
