@@ -348,7 +348,7 @@ def _order(shard: Shard) -> Iterator[Finding]:
         if found.behind and (found.java or found.connected):
             yield warning(
                 "order",
-                f"{counted(found.behind, 'event')} of topic {topic.name} stand behind a later event of their key: the "
+                f"{counted(found.behind, 'event')} of topic {topic.name} came behind a later event of the key: the "
                 "transfer of EventSQL's Java library does this, and so do transactions that publish at once",
                 "set that library's flush delay to a year and run `eventsql transfer` (docs/java.md)",
             )

@@ -86,8 +86,8 @@ def idle_findings(shard: Shard) -> Iterator[Finding]:
             events = sum(lag.events for lag in waiting if (lag.topic, lag.consumer) == (topic, name))
             yield warning(
                 "consumers",
-                f"{name} of topic {topic} has consumed nothing for ten minutes, and {counted(events, 'event')} wait, "
-                f"the oldest for {age(round(seconds))}",
+                f"{name} of topic {topic} has consumed nothing for ten minutes, and {counted(events, 'event')} "
+                f"{'waits' if events == 1 else 'wait'}, the oldest for {age(round(seconds))}",
                 "start the process that runs it, or Dagster's daemon with its sensor; if nobody runs it any more: "
                 f"{advised('consumer delete', topic, name)}",
             )
