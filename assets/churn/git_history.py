@@ -31,7 +31,7 @@ def file_changes(
     """The changes in the history of `repository`'s current commit, without those in the history of commit `since`.
 
     With `limit`, only those of this number of newest commits. `name` is the name of the repository in the changes, by
-    default the name of its directory. Raises `ValueError` when there is no git repository, no such commit, or no git.
+    default that of `name_of`. Raises `ValueError` when there is no git repository, no such commit, or no git.
     """
     command = ["git", "-C", str(repository), "log", "--reverse", "--numstat", "-z", "-M", f"--format={_COMMIT}%H %ct"]
     if limit is not None:
@@ -44,7 +44,12 @@ def file_changes(
     except subprocess.CalledProcessError as error:
         detail = error.stderr.decode(errors="replace").strip().splitlines()
         raise ValueError(f"{repository} has no git history: {detail[-1] if detail else 'git log failed'}") from None
-    yield from _parse(name or repository.resolve().name, log.stdout.decode(errors="replace"))
+    yield from _parse(name or name_of(repository), log.stdout.decode(errors="replace"))
+
+
+def name_of(repository: Path) -> str:
+    """The name of a repository in its changes: that of its directory."""
+    return repository.resolve().name
 
 
 def new_changes(repository: Path, *, since: str | None, limit: int) -> list[dict[str, Any]]:

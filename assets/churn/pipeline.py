@@ -48,9 +48,10 @@ def file_changes(
     context: dg.AssetExecutionContext, config: HistoryConfig, eventsql: EventSQLResource
 ) -> dg.MaterializeResult[None]:
     """Publish the file changes of the commits that came since the last time, each commit once."""
-    last = last_commit(eventsql.platform)
+    repository = Path(config.repository)
+    last = last_commit(eventsql.platform, repository)
     try:
-        changes = new_changes(Path(config.repository), since=last, limit=config.commits)
+        changes = new_changes(repository, since=last, limit=config.commits)
     except ValueError as error:
         if config.repository != ".":
             raise dg.Failure(str(error), allow_retries=False) from error
@@ -66,7 +67,7 @@ def file_changes(
     )
     # A run that is executed again publishes nothing: new commits come with the next run.
     published = publish_events(context, events, eventsql=eventsql, topic=FILE_CHANGES.name)
-    last = last_commit(eventsql.platform)
+    last = last_commit(eventsql.platform, repository)
     return dg.MaterializeResult(metadata={**published, **({} if last is None else {LAST_COMMIT: last})})
 
 

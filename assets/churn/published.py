@@ -5,12 +5,14 @@ A run that is killed has published all of its events or none, and may not have r
 
 from __future__ import annotations
 
+import json
 import time
 from datetime import datetime
+from pathlib import Path
 from typing import Final
 
 from assets.churn.effects import FILE_CHANGES
-from assets.churn.git_history import LAST_COMMIT
+from assets.churn.git_history import LAST_COMMIT, name_of
 from eventsql_orchestration import EventSQL, Shard
 from eventsql_orchestration.errors import DatabaseBusyError
 
@@ -22,16 +24,17 @@ _TRANSFER_SECONDS: Final = 60.0
 """Seconds to wait for another transfer of the topic."""
 
 
-def last_commit(platform: EventSQL) -> str | None:
-    """The commit up to which the history is published. The newest event of the history has it in its metadata.
+def last_commit(platform: EventSQL, repository: Path) -> str | None:
+    """The commit up to which a repository's history is published. Its newest event has it in its metadata.
 
     Raises `DatabaseBusyError` if events of the history stay in the buffer.
     """
-    newest = [found for shard in platform.shards if (found := _newest(shard)) is not None]
+    name = name_of(repository)
+    newest = [found for shard in platform.shards if (found := _newest(shard, name)) is not None]
     return max(newest)[1] if newest else None
 
 
-def _newest(shard: Shard) -> tuple[datetime, str] | None:
+def _newest(shard: Shard, repository: str) -> tuple[datetime, str] | None:
     topic, deadline = FILE_CHANGES.name, time.monotonic() + _TRANSFER_SECONDS
     while topic in shard.buffered():
         if not shard.transfer.run_once([topic]):
@@ -45,7 +48,8 @@ def _newest(shard: Shard) -> tuple[datetime, str] | None:
     while upto > 0:
         after = max(0, upto - _WINDOW)
         for event in reversed(shard.reader.read(topic, after=after, upto=upto)):
-            if (commit := event.metadata.get(LAST_COMMIT)) is not None:
+            commit = event.metadata.get(LAST_COMMIT)
+            if commit is not None and json.loads(event.value).get("repo") == repository:
                 return event.buffered_at, commit
         upto = after
     return None

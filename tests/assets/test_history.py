@@ -85,6 +85,20 @@ def test_a_round_that_was_killed_before_it_reported_is_not_published_again(
     assert [key for key in keys if key != "other"] == ["first", "second"]
 
 
+def test_two_repositories_in_turns_publish_each_commit_once(
+    instance: dg.DagsterInstance, platform: EventSQL, dsn: str, tmp_path: Path
+) -> None:
+    platform.registry.register_topic(FILE_CHANGES)
+    repositories = [tmp_path / name for name in ("one", "other")]
+    for repository in repositories:
+        repository.mkdir()
+        git(repository, "init", "--quiet")
+        commit(repository, f"of {repository.name}")
+    for repository in (*repositories, *repositories):
+        assert round_of(instance, dsn, str(repository)).success
+    assert [event.key for event in platform.reader.read(FILE_CHANGES.name)] == ["of one", "of other"]
+
+
 def test_rounds_take_turns_by_a_pool() -> None:
     # tests/deploy/test_spark.py has the limit of each pool.
     assert file_changes.op.pool == FILE_CHANGES.name
@@ -110,11 +124,11 @@ def test_a_round_does_not_wait_without_end_for_events_that_nobody_can_transfer(
 ) -> None:
     monkeypatch.setattr(published_module, "_TRANSFER_SECONDS", 0.0)
     platform.registry.register_topic(FILE_CHANGES)
-    platform.publisher.publish(Publication(FILE_CHANGES.name, b"{}", metadata={LAST_COMMIT: "abc"}))
+    platform.publisher.publish(Publication(FILE_CHANGES.name, b'{"repo": "here"}', metadata={LAST_COMMIT: "abc"}))
     with platform.database.transaction() as connection:
         connection.execute(
             "SELECT FROM eventsql.event_buffer_lock WHERE eql_topic = %s FOR UPDATE", [FILE_CHANGES.name]
         )
         with pytest.raises(DatabaseBusyError):
-            last_commit(platform)
-    assert last_commit(platform) == "abc"
+            last_commit(platform, Path("here"))
+    assert last_commit(platform, Path("here")) == "abc"

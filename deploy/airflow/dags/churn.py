@@ -32,9 +32,9 @@ with DAG(
     def file_changes(params: Mapping[str, Any] | None = None) -> Iterator[Metadata]:
         """Publish the file changes of the commits that came since the last time, each commit once."""
         assert params is not None, "Airflow gives the parameters"
+        repository = Path(params["repository"])
         with EventSQLHook() as hook:
-            since = last_commit(hook.platform)
-            changes = new_changes(Path(params["repository"]), since=since, limit=params["commits"])
+            changes = new_changes(repository, since=last_commit(hook.platform, repository), limit=params["commits"])
             publications = [
                 Publication(
                     FILE_CHANGES.name, json.dumps(change, ensure_ascii=False).encode(), key=change["path"],
