@@ -125,6 +125,7 @@ class Pool:
         return (
             loan.pool is pool
             and loan.connection.pgconn.transaction_status == TransactionStatus.IDLE
+            and not _counts_wrongly(loan.connection)
             and isinstance(pool, QueuePool)
             and len(self._spares) < self._most_spares
             # A user of the engine may wait for a connection if there can be no more. A full pool would close this one.
@@ -164,7 +165,7 @@ class Pool:
         """Give a connection back to SQLAlchemy's pool."""
         # A `cursor.stream()` that was left open keeps a lock of psycopg's: a rollback would wait for ever.
         in_use = loan.connection.pgconn.transaction_status == TransactionStatus.ACTIVE
-        if in_use or self._closings != loan.closings:
+        if in_use or _counts_wrongly(loan.connection) or self._closings != loan.closings:
             loan.connection.close()
         if loan.connection.closed:
             loan.proxied.invalidate()
@@ -226,6 +227,14 @@ class Pool:
         self._spares = []
         self._asking = []
         self.engine.dispose(close=False)
+
+
+def _counts_wrongly(connection: Connection) -> bool:
+    """Whether psycopg's count of a connection's open transactions is wrong after the end of all of them.
+
+    Ctrl-C at the begin of a transaction makes it wrong, and later transactions would fail.
+    """
+    return connection._num_transactions != 0  # noqa: SLF001
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from decimal import Decimal
+from itertools import count
 from typing import Any
 from urllib.parse import quote
 
@@ -38,6 +39,7 @@ from eventsql_orchestration.errors import (
 from eventsql_orchestration.storage.log_queries import LogQueries
 from tests.effects import stand_still, take_too_long
 from tests.fixtures import Terminate, Until
+from tests.interrupting import interrupted
 
 SECRET = "s3cr3t w/ @:%+ ü"
 
@@ -177,6 +179,22 @@ def test_a_connection_that_the_caller_closed_is_not_handed_out_again(database: D
         closed = connection.info.backend_pid
         connection.close()
     assert pid_of(database) != closed
+
+
+def test_an_interrupt_at_any_moment_of_the_begin_or_the_end_of_a_transaction_fails_no_later_one(
+    database: Database,
+) -> None:
+    def transact() -> None:
+        with database.transaction() as connection:
+            connection.execute("SELECT")
+
+    for after in count():
+        goes_on = interrupted(after, transact, module="psycopg/transaction.py")
+        transact()
+        registered(database)
+        if not goes_on:
+            break
+    assert after > 10
 
 
 def test_a_dedicated_connection_is_the_callers_own(database: Database) -> None:
