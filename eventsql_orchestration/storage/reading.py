@@ -94,16 +94,16 @@ class LogReader:
         # Events decode these values when they are read.
         cursor.adapters.register_loader("timestamptz", Int8BinaryLoader)
         cursor.adapters.register_loader("json", TextBinaryLoader)
-        known = form(connection, self._schema, topic)
-        query = self._queries(_of("read", partition), topic=topic, form=known)
+        known, of_range = form(connection, self._schema, topic), _of("read", partition)
         if known.blocks:
             events, more = list[Event](), True
             if partition != NOT_PARTITIONED and limit is not None and not known.both:
                 events, more = self._read_window(cursor, topic, values, limit)
             if more:
-                between = self._queries("read_between", topic=topic, form=known)
+                query, between = (self._queries(each, topic=topic, form=known) for each in (of_range, "read_between"))
                 events += _read_blocks(cursor, query, between, topic, values)
             return events, len(events) == limit or values["bytes"] <= 0
+        query = self._queries(of_range, topic=topic, form=known)
         cursor.execute(query, values, binary=True, prepare=False)
         events = [Event(topic, *row) for row in cursor.fetchall()]
         return events, len(events) == limit or _bytes_of(events) >= most

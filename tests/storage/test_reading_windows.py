@@ -7,6 +7,7 @@ import pytest
 
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.storage.log_form import form_now
+from eventsql_orchestration.storage.log_queries import LogQueries
 from eventsql_orchestration.storage.reading import MAX_OFFSET, WINDOW, LogReader
 
 SEQUENCE = "eventsql.orders_block_eql_id_seq"
@@ -100,3 +101,10 @@ def test_a_role_that_may_only_read_the_log_reads_a_partition(platform: EventSQL,
         assert read(session, partition=0, limit=10_000) == own
         # The role belongs to the server, and goes with the transaction.
         raise ZeroDivisionError
+
+
+def test_the_driver_remembers_the_statement_of_a_window() -> None:
+    """The driver parses a statement of more than 4,096 bytes at each execution: 60 µs of the 220 that a read takes."""
+    queries = LogQueries("read", "a schema with a long name")
+    statement = queries.in_window("read_window", "a_topic_of_a_service", begin=10**15, behind=10**15 + WINDOW)
+    assert len(statement.as_string()) <= 4_096

@@ -56,18 +56,22 @@ WITH near AS (
 
 -- read_window -- As `read_partition`, for the blocks with ids in a window. The ends of the window are constants, so a
 -- generic plan reads the segments of the window alone, and the server keeps the plan. The row comparison leaves only
--- the index of partition and id. `more` is the last id of the log; NULL where the current role may not know it.
+-- the index of partition and id. `more` is the last id of the log; NULL where the current role may not know it. psycopg
+-- parses statements of more than 4,096 bytes at each execution.
 WITH near AS (
-    SELECT *, {up_to of {after}} AS nth, {held} AS held, {size}, (
-        SELECT CASE WHEN has_sequence_privilege(sequence, 'SELECT, USAGE') THEN pg_sequence_last_value(sequence) END
-        FROM (SELECT pg_get_serial_sequence('{schema}.{block_table}', 'eql_id')::regclass AS sequence OFFSET 0) own
-    ) AS more
-    FROM {schema}.{block_table}
-    WHERE (eql_partition, eql_id) > (%(partition)s::smallint, {after})
-      AND (eql_partition, eql_id) <= (%(partition)s::smallint, {farthest of {upto}})
-      AND {base} < {upto} AND eql_id >= {begin} AND eql_id < {behind}
-    ORDER BY eql_partition, eql_id
-    LIMIT {few}
+    SELECT *, reach - nth AS held
+    FROM (
+        SELECT *, {up_to of {after}} AS nth, {up_to of {upto}} AS reach, {size}, (
+            SELECT CASE WHEN has_sequence_privilege(own, 'SELECT, USAGE') THEN pg_sequence_last_value(own) END
+            FROM (SELECT pg_get_serial_sequence('{schema}.{block_table}', 'eql_id')::regclass AS own OFFSET 0) log
+        ) AS more
+        FROM {schema}.{block_table}
+        WHERE (eql_partition, eql_id) > (%(partition)s::smallint, {after})
+          AND (eql_partition, eql_id) <= (%(partition)s::smallint, {farthest of {upto}})
+          AND {base} < {upto} AND eql_id >= {begin} AND eql_id < {behind}
+        ORDER BY eql_partition, eql_id
+        LIMIT {few}
+    ) block
 )
 {taken of %(bytes)s::bigint};
 
