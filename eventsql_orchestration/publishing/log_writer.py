@@ -87,6 +87,8 @@ class LogWriter:
         self._sizes = batch_sizes.BatchSizes(batch)
         # The number of rows of the buffer in the current batch, and the id of its last row if that is known.
         self._tried: tuple[int, int | None] | None = None
+        self.more = False
+        """Whether the last `move` may have left events behind that it could see."""
         self._lock_timeout = lock_timeout
         self._queries = Queries("log", database.schema)
         self._log = LogAppender(database.schema)
@@ -211,7 +213,7 @@ class LogWriter:
         Gives the number of events, or None if another transaction holds the topic. Raises `SmallerBatchError` if the
         batch failed and a smaller one is to be tried, `StuckEventError` if a batch of one event failed.
         """
-        self._tried = None
+        self._tried, self.more = None, False
         try:
             try:
                 return self._move_batch(topic, newest)
@@ -252,6 +254,7 @@ class LogWriter:
             if moved.events and not batch.blocks:
                 self._room.check(connection, topic)
 
+        self.more = batch.full or not moved.whole
         if moved.whole:
             self._low_water.moved(topic, batch.upto if batch.full else newest)
             if batch.full:

@@ -40,8 +40,8 @@ OnMoved: TypeAlias = Callable[[dict[str, int]], None]
 
 
 class _Round(NamedTuple):
-    """The newest buffer id of a round, the events moved by topic, whether to try a smaller batch, and whether another
-    transfer held a topic.
+    """The newest buffer id of a round, the events moved by topic, whether more events wait or a smaller batch is to be
+    tried, and whether another transfer held a topic.
     """
 
     newest: int
@@ -108,7 +108,7 @@ class Transfer:
         """
         wake = wake or stop
         woken = False
-        delay = 0.0
+        delay = pause = FIRST_DELAY
         failed: dict[str, EventSQLError] = {}
         retry_failed_at = 0.0
         while not stop.is_set():
@@ -116,23 +116,22 @@ class Transfer:
                 failed.clear()
                 retry_failed_at = time.monotonic() + MAX_RETRY_DELAY
             longest = polling_delay() if callable(polling_delay) else polling_delay
-            delay = delay or min(FIRST_DELAY, longest)
             try:
                 _, counts, again, held = self._round(None, failed, MAX_OFFSET)
             except DatabaseError as error:
-                longest = max(longest, MAX_RETRY_DELAY)
-                logger.warning("the transfer waits %.2g s for the database: %s", delay, error)
+                logger.warning("the transfer waits %.2g s for the database: %s", pause, error)
                 # Ignore wake-ups: otherwise each publication would cause an attempt.
-                stop.wait(delay)
-                delay = min(delay * 2, longest)
+                stop.wait(pause)
+                pause = min(pause * 2, max(longest, MAX_RETRY_DELAY))
                 continue
+            pause = FIRST_DELAY
             if counts and on_moved is not None:
                 on_moved(counts)
-            if counts or again:
-                # Look again even if the batch was not full: another transfer may have found the topic held meanwhile.
-                delay = delay if woken else 0.0
+            if again:
                 continue
-            delay = min(FIRST_DELAY if woken and held else delay, longest)
+            if (woken and held) or (counts and not woken):
+                delay = FIRST_DELAY
+            delay = min(delay, longest)
             woken = wake.wait(delay)
             if not woken:
                 delay = min(delay * 2, longest)
@@ -140,7 +139,7 @@ class Transfer:
                 wake.clear()
                 if uncommitted is not None and uncommitted.is_set():
                     uncommitted.clear()
-                    delay = 0.0
+                    delay = FIRST_DELAY
 
     def close(self) -> None:
         """Close the transfer's connection; the next run opens another."""
@@ -162,6 +161,7 @@ class Transfer:
                         continue
                     try:
                         counts[topic] = self._writer.move(topic, newest)
+                        again = again or self._writer.more
                         self._suspected.discard(topic)
                     except SmallerBatchError as error:
                         logger.info("the next batch is smaller, because this one failed: %s", error)

@@ -399,7 +399,7 @@ def test_the_loop_looks_less_and_less_often_until_it_hears_of_events_that_may_be
 
 
 def test_a_look_for_committed_events_finds_them_and_needs_no_further_looks(
-    platform: EventSQL, transfers: Callable[..., Transfer]
+    platform: EventSQL, transfers: Callable[..., Transfer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = Looks("", "", "committed", "", "uncommitted", "", "committed", "")
     assert looks.of(transfers()) == [0.005, 0.01, 0.02, 0.02, 0.02, 0.005, 0.01, 0.01]
@@ -409,9 +409,43 @@ def test_a_look_for_committed_events_finds_them_and_needs_no_further_looks(
             super().clear()
             platform.publisher.publish(order("one"))
 
-    looks = Published("", "", "committed", "")
-    assert looks.of(transfers()) == [0.005, 0.01, 0.02, 0.02]
+    looks, transfer, taken = Published("", "", "committed", ""), transfers(), list[object]()
+    look = transfer._writer.look
+
+    def noted(wanted: list[str] | None) -> tuple[int, list[str]]:
+        taken.append(wanted)
+        return look(wanted)
+
+    monkeypatch.setattr(transfer._writer, "look", noted)
+    assert looks.of(transfer) == [0.005, 0.01, 0.02, 0.02]
     assert values(platform) == ["one"]
+    assert len(taken) == 4
+
+
+def test_an_event_that_is_committed_during_a_round_is_moved_by_the_next(
+    platform: EventSQL, transfers: Callable[..., Transfer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, transfer = Looks("", ""), transfers()
+    move = transfer._writer.move
+
+    def move_and_publish(topic: str, newest: int) -> int | None:
+        moved = move(topic, newest)
+        if len(values(platform)) == 1:
+            platform.publisher.publish(order("two"))
+            looks.set()
+        return moved
+
+    monkeypatch.setattr(transfer._writer, "move", move_and_publish)
+    platform.publisher.publish(order("one"))
+    assert looks.of(transfer) == [0.005, 0.005]
+    assert values(platform) == ["one", "two"]
+
+
+@pytest.mark.usefixtures("single_rows")
+def test_the_loop_moves_all_batches_before_it_waits(platform: EventSQL, transfers: Callable[..., Transfer]) -> None:
+    platform.publisher.publish_all(order(number) for number in range(5))
+    assert Looks("").of(transfers(batch=2)) == [0.005]
+    assert len(values(platform)) == 5
 
 
 def test_the_loop_looks_soon_after_events_that_nobody_announced(
