@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class Wake(threading.Event):
-    """An event for one waiting thread. Ctrl-C in the middle of `set` leaves no lock behind.
+    """An event for waiting threads, each of which wakes the next. Ctrl-C in the middle of `set` leaves no lock behind.
 
     `threading.Event` is written in Python: after an interrupt between taking its lock and the block that releases it,
     each later `set` would wait for ever.
