@@ -76,6 +76,8 @@ class Pool:
         self._spares: list[Loan] = []
         self._asking: list[None] = []
         """An element for each thread that asks for a connection. Lists change at once, counts do not."""
+        # Before the listener that connects.
+        sqlalchemy.event.listen(self.engine, "do_connect", self._refuse_to_connect)
         watch(self.engine, render(url), note)
         sqlalchemy.event.listen(self.engine, "engine_disposed", self._close_spares)
         after_fork(self, Pool._after_fork)
@@ -165,17 +167,26 @@ class Pool:
         """Give a connection back to SQLAlchemy's pool."""
         # A `cursor.stream()` that was left open keeps a lock of psycopg's: a rollback would wait for ever.
         in_use = loan.connection.pgconn.transaction_status == TransactionStatus.ACTIVE
-        if in_use or _counts_wrongly(loan.connection) or self._closings != loan.closings:
+        closed = self._closings != loan.closings
+        if in_use or closed or _counts_wrongly(loan.connection):
             loan.connection.close()
         if loan.connection.closed:
             loan.proxied.invalidate()
         loan.proxied.close()
-        self._returned(loan.pool, loan.closings)
+        if not closed:
+            self._returned(loan.pool, loan.closings)
 
     def _returned(self, pool: sqlalchemy.Pool, closings: int) -> None:
-        """Call it after a connection was given back: `close` may have emptied and replaced its pool just before."""
+        """Call it after an open connection was given back: `close` may have emptied and replaced its pool just before.
+
+        A closed one has to stay in the pool: it ends the wait of another thread, by `_refuse_to_connect`.
+        """
         if self._closings != closings:
             pool.dispose()
+
+    def _refuse_to_connect(self, *_: object) -> None:
+        """Raise `ClosedError` in a thread that waited for a connection while `close` was called."""
+        self.check_open()
 
     @contextmanager
     def alchemy(self, engine: sqlalchemy.Engine) -> Iterator[sqlalchemy.Connection]:
@@ -192,15 +203,18 @@ class Pool:
             connected = engine.connect()
         finally:
             self._asking.pop()
+        closed = False
         try:
             with connected as connection:
                 try:
                     yield connection
                 finally:
-                    if self._closings != closings:
+                    closed = self._closings != closings
+                    if closed:
                         connection.invalidate()
         finally:
-            self._returned(pool, closings)
+            if not closed:
+                self._returned(pool, closings)
 
     def check_open(self) -> None:
         """Raise `ClosedError` if it is closed."""

@@ -26,6 +26,7 @@ from eventsql_orchestration.database import CallersConnection, Connection, Datab
 from eventsql_orchestration.database.connections import driver_connection
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import (
+    ClosedError,
     ConfigurationError,
     ConnectionLostError,
     DatabaseBusyError,
@@ -40,6 +41,7 @@ from eventsql_orchestration.storage.log_queries import LogQueries
 from tests.effects import stand_still, take_too_long
 from tests.fixtures import Terminate, Until
 from tests.interrupting import interrupted
+from tests.waiting import PATIENCE
 
 SECRET = "s3cr3t w/ @:%+ ü"
 
@@ -319,16 +321,11 @@ def test_a_forked_process_leaves_the_connection_at_hand_to_its_parent(database: 
     assert pid_of(database) == pid
 
 
-def test_a_connection_that_is_taken_while_the_database_is_closed_is_not_kept(
-    database: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pool, check = database._pool, database._pool.check_open
-
-    def close_after_the_check() -> None:
-        check()
-        pool.close()
-
-    monkeypatch.setattr(pool, "check_open", close_after_the_check)
+def test_a_connection_that_is_taken_while_the_database_is_closed_is_not_kept(database: Database) -> None:
+    pool = database._pool
+    # The next connection is a new one.
+    database.engine.dispose()
+    sqlalchemy.event.listen(database.engine, "connect", lambda *_: pool.close(), once=True)
     loan = pool.take()
     pool.give_back(loan)
     assert loan.connection.closed
@@ -349,6 +346,19 @@ def test_a_forked_process_keeps_no_connection_of_its_parent_at_hand(database: Da
 
         assert holds_in_a_fork(has_its_own)
     assert pid_of(database) == pid
+
+
+@pytest.mark.parametrize("sqlalchemys", [False, True])
+def test_threads_that_wait_for_a_connection_while_the_database_is_closed_end(
+    dsn: str, until: Until, *, sqlalchemys: bool
+) -> None:
+    with Database(dsn, pool_size=1, max_overflow=0) as database, ThreadPoolExecutor(3) as executor:
+        database.ensure_schema()
+        with database.core() if sqlalchemys else database.connection():
+            waiting = [executor.submit(each, database) for each in (pid_of, registered, pid_of)]
+            until(lambda: len(database._pool._asking) == 3)
+            database.close()
+        assert [type(each.exception(PATIENCE)) for each in waiting] == [ClosedError] * 3
 
 
 def test_a_connection_that_is_in_use_while_the_database_is_closed_is_closed_after_its_use(database: Database) -> None:
