@@ -283,7 +283,7 @@ def moved(log: Log) -> None:
 
 
 PAIRS = ["outbox a, transfer", "rolled_back a, transfer", "outbox a, straight b", "straight a, transfer"]
-"""Two parties with some hundreds of orders."""
+"""Two parties with some hundreds of orders; the last pair has about 2,300."""
 
 OF_MORE_STEPS = [
     "transfer one, transfer other", "mixed a, transfer", "mixed a, straight b", "transfer, consumer",
