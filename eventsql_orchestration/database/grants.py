@@ -55,8 +55,8 @@ _WORK: Final = (
 FUNCTIONS: Final = (
     "partition_of_key", "keep_published_block", "place_in_layout", "hold_topics", "publish_anywhere",
     "check_publication", "make_segments", "ensure_segments", "enter_layout", "forget_topic", "forget_consumer",
-    "redefine_topic", "events", "capture_columns", "capture_destination", "capture_source", "capture_changes",
-    "capture_page", "capture_key", "forget_captures", "publish", "publish_all", "lock_last_of_keys",
+    "redefine_topic", "events", "capture_columns", "capture_type", "capture_destination", "capture_source",
+    "capture_changes", "capture_page", "capture_key", "forget_captures", "publish", "publish_all", "lock_last_of_keys",
     *dict.fromkeys((*_SEND, *_WORK)), *_CONSUME, "make_view_periods", "refuse_rows", "order_change",
 )  # fmt: skip
 """The platform's functions."""

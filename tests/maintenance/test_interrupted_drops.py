@@ -63,8 +63,8 @@ def test_a_topic_that_is_made_anew_after_its_former_segments_were_found_due_keep
     retained(platform, events=27)
     found_due = retention.Retainer._due
 
-    def late(*arguments: Any) -> Any:
-        due = found_due(*arguments)
+    def late(*arguments: Any, **named: Any) -> Any:
+        due = found_due(*arguments, **named)
         assert due
         make_anew(platform)
         return due

@@ -51,6 +51,7 @@ ONLY_OF_A_SHARD = {
     (Publisher, "publish_all"): {"placed"},
     (DeadLetters, "topic_of"): {"connection"},
     (DeadLetters, "accepts"): {"connection"},
+    (Transfer, "run"): {"uncommitted"},
     (Transfer, "run_once"): {"deadline", "retry_held"},
     (Seeker, "execute"): {"choose"},
     (Repartitioner, "repartition"): {"finish"},
