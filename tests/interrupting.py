@@ -26,8 +26,12 @@ def interrupted(after: int, call: Callable[[], object], *, module: str = "") -> 
     sys.setprofile(interrupt)
     try:
         call()
-    except (KeyboardInterrupt, RuntimeError):
-        # Interrupted in the middle of a wait, `Thread.start` raises the other error.
+    except KeyboardInterrupt:
+        return True
+    except RuntimeError as error:
+        # Interrupted in the middle of a wait, `Thread.start` raises this error.
+        if not isinstance(error.__context__, KeyboardInterrupt):
+            raise
         return True
     finally:
         sys.setprofile(profile)

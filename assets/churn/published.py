@@ -16,7 +16,7 @@ from assets.churn.git_history import LAST_COMMIT, name_of
 from eventsql_orchestration import EventSQL, Shard
 from eventsql_orchestration.errors import DatabaseBusyError
 
-_WINDOW: Final = 1_000
+_WINDOW: Final = 10_000
 """Offsets that are read at once, from the end of the log backwards."""
 
 
@@ -44,8 +44,8 @@ def _newest(shard: Shard, repository: str) -> tuple[datetime, str] | None:
                     f"for {_TRANSFER_SECONDS:g} s: find it in pg_stat_activity, end it, and run this again"
                 )
             time.sleep(0.1)
-    upto = shard.reader.end(topic)
-    while upto > 0:
+    upto, first = shard.reader.end(topic), shard.reader.floor(topic)
+    while upto > 0 and upto >= first:
         after = max(0, upto - _WINDOW)
         for event in reversed(shard.reader.read(topic, after=after, upto=upto)):
             commit = event.metadata.get(LAST_COMMIT)

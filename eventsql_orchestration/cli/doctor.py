@@ -129,7 +129,7 @@ def _found(error: EventSQLError) -> str:
 
 def _remedy(error: EventSQLError, context: CliContext) -> str | None:
     if isinstance(error, PermissionDeniedError):
-        return "grant the login the role reader, or use another login"
+        return "grant the login the role reader, which `eventsql roles create` makes, or use another login"
     # A server whose disk is full refuses connections, too.
     if isinstance(error, DatabaseFullError) or os.strerror(errno.ENOSPC) in error.message:
         return "free room on the server's disk"
@@ -348,7 +348,7 @@ def _order(shard: Shard) -> Iterator[Finding]:
         if found.behind and (found.java or found.connected):
             yield warning(
                 "order",
-                f"{counted(found.behind, 'event')} of topic {topic.name} came behind a later event of the key: the "
+                f"{counted(found.behind, 'event')} of topic {topic.name} came behind a later one of the same key: the "
                 "transfer of EventSQL's Java library does this, and so do transactions that publish at once",
                 "set that library's flush delay to a year and run `eventsql transfer` (docs/java.md)",
             )

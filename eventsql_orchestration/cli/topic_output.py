@@ -202,7 +202,8 @@ def description(platform: EventSQL, topic: str) -> Description:
 class Statistics:
     """A topic's log on a shard. `rates` are events per second, by the name of the window.
 
-    `first` and `end` are the oldest and the newest offset, None and 0 for an empty log.
+    `first` is the oldest offset, None for an empty log, and `end` the newest one, also of an event that retention has
+    dropped; 0 before the first event.
     """
 
     topic: str

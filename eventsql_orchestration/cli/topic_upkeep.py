@@ -162,4 +162,4 @@ def retain(
     }
     context.show_items(dropped, as_json=as_json, json=_DROPPED, table=columns)
     if not as_json and any(not each.segments and each.held_by is None for each in dropped):
-        say("0 segments: a segment is dropped as a whole, when all of its events are beyond the retention")
+        say("a segment is dropped as a whole, when all of its events are beyond the retention")

@@ -87,7 +87,11 @@ class EventSQLResource(PlatformAccess, dg.ConfigurableResource[Any]):
         # `self` is the resource of the location, and `values` are its config in a run.
         given = dict(values or {})
         if given.get("dsn") == MASKED:
-            given["dsn"] = self.dsn.get_value() if isinstance(self.dsn, dg.EnvVar) else self.dsn
+            given["dsn"] = self.dsn
+            if isinstance(self.dsn, dg.EnvVar):
+                given["dsn"] = self.dsn.get_value()
+                if given["dsn"] is None:
+                    raise ConfigurationError(f"variable {self.dsn.env_var_name}, which names the database, is not set")
         return cast("EventSQLResource", super()._with_updated_values(given))
 
     @property

@@ -125,7 +125,7 @@ class Retainer:
                 # Retention may drop a segment, or somebody the topic, meanwhile.
                 with suppress(psycopg.errors.UndefinedTable, psycopg.errors.InsufficientPrivilege):
                     newest = segments.newest_id(connection, self._database.schema, topic.name)
-                    for content in self._due(connection, topic, topic.retention, newest):
+                    for content in self._due(connection, topic, topic.retention, newest, close=True):
                         if (consumer := self._held_by(connection, topic, content)) is not None:
                             held[topic.name] = consumer
                             break

@@ -153,7 +153,7 @@ def test_retention_is_planned_and_kept_to(run: Run, platform: EventSQL, old: str
     assert run("topic", "retain", old, "--force").exit_code == 0
     assert platform.reader.count(old) <= 12
     assert "all of its events are beyond the retention" not in shown.stderr
-    assert "0 segments: a segment is dropped as a whole" in run("topic", "retain", old, "--force").stderr
+    assert "a segment is dropped as a whole" in run("topic", "retain", old, "--force").stderr
 
 
 def test_doctor_names_the_consumer_that_keeps_events_beyond_their_retention(

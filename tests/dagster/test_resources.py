@@ -21,6 +21,7 @@ from eventsql_orchestration.dagster import (
     consumer_asset,
     topic_key,
 )
+from eventsql_orchestration.dagster.resources import MASKED
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import (
     ConfigurationError,
@@ -270,3 +271,12 @@ def test_a_run_that_is_launched_with_the_config_of_the_launchpad_has_the_configu
     assert dsn not in shown
     assert job.execute_in_process(run_config=yaml.safe_load(shown)).success
     assert platform.registry.topics() == [Topic("rides")]
+
+
+def test_a_run_of_the_launchpad_without_the_variable_of_the_database_names_the_variable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("EVENTSQL_TEST_DSN", raising=False)
+    resource = EventSQLResource(dsn=dg.EnvVar("EVENTSQL_TEST_DSN"))
+    with pytest.raises(ConfigurationError, match="variable EVENTSQL_TEST_DSN, which names the database, is not set"):
+        resource._with_updated_values({"dsn": MASKED})

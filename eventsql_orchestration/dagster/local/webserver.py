@@ -53,6 +53,7 @@ query ($filter: RunsFilter!, $limit: Int) { runsOrError(filter: $filter, limit: 
 _EVENTS: Final = """
 query ($run: ID!, $cursor: String, $limit: Int) { logsForRun(runId: $run, afterCursor: $cursor, limit: $limit) {
     ... on EventConnection { cursor hasMore events { FIELDS } }
+    ... on PythonError { message }
 } }
 """
 
@@ -152,6 +153,8 @@ class Webserver:
         cursor, more = None, True
         while more:
             page = self.ask(_EVENTS.replace("FIELDS", fields), run=run_id, cursor=cursor, limit=_PAGE)["logsForRun"]
+            if "message" in page:
+                raise LocalDagsterError(f"{self.url} could not read run {run_id}: {one_line(page['message'])}")
             yield from page.get("events", ())
             cursor, more = page.get("cursor"), page.get("hasMore", False)
 
