@@ -297,8 +297,9 @@ class Database:
         if revision is not None and (revision == migrations.HEAD or not migrations.known(revision)):
             return
         if not self._migrate:
-            needs = f"at revision {revision}, this package needs {migrations.HEAD}"
-            found = "missing" if revision is None else needs
+            found = "missing"
+            if revision is not None:
+                found = f"at revision {revision}, this package needs {migrations.HEAD}"
             raise SchemaOutdatedError(
                 f"schema {self.schema!r} of {self} is {found}: run "
                 "`eventsql migrate`" + ("" if self.has_tables() else ", or `eventsql topic create` makes the tables")
@@ -310,8 +311,12 @@ class Database:
     def revision(self) -> str | None:
         """The schema's revision, or None if it was never migrated."""
         with self.pooled() as connection:
-            self._role = CurrentRole.of(connection, self.schema)
-            return revision_of(connection, self.schema)
+            return self.revision_on(connection)
+
+    def revision_on(self, connection: Connection) -> str | None:
+        """As `revision`, on a connection. From here on, errors know the current role."""
+        self._role = CurrentRole.of(connection, self.schema)
+        return revision_of(connection, self.schema)
 
     def has_tables(self) -> bool:
         """Whether the schema has tables of the platform, also those of EventSQL's Java library."""

@@ -65,7 +65,7 @@ class Notifier:
 
     @checks_itself
     def notify(self, kind: str, topic: str | None, *, look: bool = False) -> None:
-        """Tell all listeners, from any thread, that new events of a topic were committed.
+        """Tell all listeners, from any thread, that events of a topic have come, or `UNCOMMITTED` may come.
 
         With None, only listeners to all topics are told. With `look`, the caller looks by itself whether anybody
         listens: a connection takes 8 ms of processor time. Raises `ClosedError` if the database was closed.

@@ -36,8 +36,8 @@ RawRow: TypeAlias = tuple[bytes | None, ...]
 _PLACEHOLDER: Final = re.compile(r"%\((\w+)\)[sb]|%%")
 
 MOST_NOTED: Final = 200
-"""The most notes of a connection, two for each brief statement, before it keeps no further plans. A process with many
-consumers has a statement for each, and each plan takes memory of the server."""
+"""The most notes of a connection, two for each brief statement in use, before it keeps no further plans. A process with
+many consumers has a statement for each, and each plan takes memory of the server."""
 
 _LOST: Final = b"26000"
 """The SQLSTATE for a prepared statement that is gone: psycopg executes DEALLOCATE ALL after some statements."""
@@ -75,7 +75,7 @@ class SingleStatement:
     A connection prepares the statement at the first execution; a connection to a pooler in transaction mode does not.
     Without `prepare`, the server plans each execution. A statement that reads tables needs that: otherwise, it would
     keep the plan from the time when they were small. A statement whose planning takes longer than its execution is
-    prepared `briefly` instead, while it is executed again and again.
+    prepared `briefly` instead, from its second execution within a second on.
     """
 
     def __init__(
@@ -159,12 +159,13 @@ class SingleStatement:
         statement of a connection that notes too many.
         """
         now = time.monotonic()
-        executed: float = prepared.get(self._text, -math.inf)
-        prepared[self._text] = now
+        executed, _ = prepared.get(self._text, (-math.inf, None))
+        prepared[self._text] = now, self._name
         if now - prepared.get(self._name, math.inf) >= BRIEF_SECONDS:
-            _exchange(connection, connection.pgconn.send_query, b"DEALLOCATE " + self._name)
-            del prepared[self._name]
-        return self._name in prepared or (now - executed < BRIEF_SECONDS and len(prepared) <= MOST_NOTED)
+            _deallocate(connection, prepared, self._name)
+        if len(prepared) > MOST_NOTED:
+            _forget_old(connection, prepared, now)
+        return self._name in prepared or bool(now - executed < BRIEF_SECONDS and len(prepared) <= MOST_NOTED)
 
     def _run_once(self, connection: Connection, row: Sequence[bytes | None]) -> PGresult:
         send = connection.pgconn.send_query_params
@@ -185,6 +186,20 @@ class SingleStatement:
 
     def _prepare(self, connection: Connection) -> None:
         _checked(_exchange(connection, connection.pgconn.send_prepare, self._name, self._text), ExecStatus.COMMAND_OK)
+
+
+def _deallocate(connection: Connection, prepared: dict[Any, Any], name: bytes) -> None:
+    _exchange(connection, connection.pgconn.send_query, b"DEALLOCATE " + name)
+    del prepared[name]
+
+
+def _forget_old(connection: Connection, prepared: dict[Any, Any], now: float) -> None:
+    """Forget the brief statements that were not executed for a while, and drop their plans."""
+    for text, note in list(prepared.items()):
+        if isinstance(note, tuple) and now - note[0] >= BRIEF_SECONDS:
+            del prepared[text]
+            if note[1] in prepared:
+                _deallocate(connection, prepared, note[1])
 
 
 def _exchange(

@@ -129,8 +129,13 @@ class Acknowledgement:
             waited = self._waited
             if waited is None:
                 waited = self._waited = Wake()
-        if not waited.wait(timeout) and self._outcome is None:
-            raise TimeoutError(f"the event was not committed within {timeout} s, and may be committed later")
+        try:
+            if not waited.wait(timeout) and self._outcome is None:
+                raise TimeoutError(f"the event was not committed within {timeout} s, and may be committed later")
+        finally:
+            # Ctrl-C may have come before this thread woke the next one.
+            if self.done():
+                waited.set()
 
     def _own_lock(self) -> threading.Lock:
         """The lock, for a caller that waits. Raises `EventSQLError` in a process that was forked since."""

@@ -103,8 +103,8 @@ class Transfer:
         """Transfer until `stop` is set, also when `wake` is set. See `ClusterTransfer.run`.
 
         `uncommitted` is set before `wake` if the transaction of new events may still be open: nobody announces its
-        commit, so this looks again soon, and then slows down. It does so too after a move of events that nobody had
-        announced, and while another transfer holds a topic.
+        commit, so this looks again soon, and then slows down. It does so too after a look without a wake-up
+        that finds events, and while another transfer holds a topic.
         """
         wake = wake or stop
         woken = False

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.consuming.claims import Claims
@@ -167,15 +168,10 @@ class Shard:
             uncommitted.set()
             wake.set()
 
-        ends = [
-            self.listener.subscribe(BUFFER, None, wake.set), self.listener.subscribe(BUFFER, UNCOMMITTED, expect)
-        ]  # fmt: skip
-
-        def end() -> None:
-            for each in ends:
-                each()
-
-        return end
+        with ExitStack() as ends:
+            ends.callback(self.listener.subscribe(BUFFER, None, wake.set))
+            ends.callback(self.listener.subscribe(BUFFER, UNCOMMITTED, expect))
+            return ends.pop_all().close
 
     def transfer_until(
         self, stop: threading.Event,

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from eventsql_orchestration.database import Connection, Database, Queries, driver_connection
-from eventsql_orchestration.database.installation import revision_of
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one, query_all
 from eventsql_orchestration.database.sessions import let_last
 from eventsql_orchestration.errors import DatabaseBusyError, DatabaseUnavailableError, ShardSetError
@@ -105,7 +104,7 @@ class ShardStore:
             return self._state(connection)
 
     def _state(self, connection: Connection) -> ShardState:
-        revision = revision_of(connection, self._database.schema)
+        revision = self._database.revision_on(connection)
         (identity,) = fetch_one(connection, self._queries("identity"))
         if revision is None and fetch_one(connection, self._queries("has_topics"), self._table)[0] is None:
             return ShardState(identity, 0)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, Final
 
 import psycopg
 from psycopg import sql
@@ -20,6 +20,9 @@ from eventsql_orchestration.database import Queries
 from eventsql_orchestration.database.single_statement import SingleStatement
 from eventsql_orchestration.storage import log_form
 from eventsql_orchestration.storage.log_form import FORMS, ROOM, Form
+
+_MOST_BRIEF: Final = 10_000
+"""The most brief statements that are kept, one for each consumer, before all are composed anew."""
 
 
 class LogQueries:
@@ -57,6 +60,8 @@ class LogQueries:
         key = name, topic, log_form.form(connection, self._schema, topic), *constants.items()
         statement = self._brief.get(key)
         if statement is None:
+            if len(self._brief) >= _MOST_BRIEF:
+                self._brief.clear()
             query = self.on(connection, name, topic)
             statement = self._brief[key] = SingleStatement(name, query, briefly=True, constants=constants)
         return statement

@@ -349,6 +349,26 @@ def test_a_row_that_another_transaction_deleted_since_the_snapshot_has_no_event(
     )
 
 
+@pytest.mark.parametrize("rows", [1, 100])
+def test_a_row_that_a_younger_transaction_wrote_before_the_snapshot_and_another_deleted_since_has_no_event(
+    orders: EventSQL, sessions: Sessions, session: Connection, rows: int
+) -> None:
+    writer = sessions()
+    writer.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+    session.execute("CREATE TABLE turns ()")
+    # The lock gives the writer its number before its first query takes the snapshot.
+    writer.execute("LOCK TABLE turns")
+    session.execute("INSERT INTO orders SELECT n, 'old', n FROM generate_series(1, %s) n", [rows])
+    writer.execute("SELECT FROM orders")
+    session.execute("DELETE FROM orders")
+    before = len(events(session))
+    writer.execute("INSERT INTO orders SELECT n, 'new', n FROM generate_series(1, %s) n", [rows])
+    writer.commit()
+    assert sorted(told(session)[before:], key=str) == sorted(
+        [("c", str(n), None, "new") for n in range(1, rows + 1)], key=str
+    )
+
+
 @pytest.mark.parametrize("columns", ["name", "name, part"])
 def test_a_key_that_is_too_long_for_an_event_is_its_hash(platform: EventSQL, session: Connection, columns: str) -> None:
     session.execute(f"CREATE TABLE files (name text, part int, size int, PRIMARY KEY ({columns}))".encode())

@@ -22,7 +22,7 @@ REVISIONS = {path.name: path.read_text() for path in Path(migrations.__file__).p
 
 NEWEST = {
     "capture": ("0068", "2bd4cedff0bf9fcf"),
-    "capture_changes": ("0068", "eff98a6aaf97db51"),
+    "capture_changes": ("0068", "1f629b00e4ef1ed4"),
     "consuming": ("0063", "bdf389b297ce5d3c"),
     "guards": ("0008", "ac9067bf381c0192"),
     "layouts": ("0063", "d80ef76fba92bdcf"),

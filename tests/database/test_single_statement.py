@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -218,16 +217,21 @@ def test_a_brief_statement_is_prepared_while_it_is_executed_again_and_again(
 def test_a_connection_keeps_the_plans_of_a_number_of_brief_statements(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    now = 0.0
+    monkeypatch.setattr(single_statement, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(single_statement, "MOST_NOTED", 4)
-    monkeypatch.setattr(single_statement, "BRIEF_SECONDS", math.inf)
     query = sql.SQL("SELECT %(text)s::text")
-    for text in ("a", "b", "c", "d"):
-        each = SingleStatement("brief", query, briefly=True, constants={"text": text})
-        for _ in range(3):
-            assert database.fetch_values(each, {}) == [(text,)]
-    with database.connection() as connection:
-        found = connection.execute("SELECT FROM pg_prepared_statements WHERE name LIKE 'eventsql_brief%'")
-        assert found.rowcount == 2
+    # Two at a time are kept, and those that are not used any more make room.
+    for now, texts in ((0.0, "abcd"), (5.0, "ef")):  # noqa: B007 - the clock reads it
+        for text in texts:
+            each = SingleStatement("brief", query, briefly=True, constants={"text": text})
+            for _ in range(3):
+                assert database.fetch_values(each, {}) == [(text,)]
+        with database.connection() as connection:
+            found = connection.execute(
+                "SELECT right(statement, 8) FROM pg_prepared_statements WHERE name LIKE 'eventsql_brief%' ORDER BY 1"
+            ).fetchall()
+        assert found == [(f"'{text}'::text"[-8:],) for text in texts[:2]]
 
 
 def test_a_briefly_prepared_statement_that_is_lost_is_prepared_anew(

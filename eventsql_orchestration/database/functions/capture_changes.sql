@@ -38,6 +38,7 @@ DECLARE
     new_rows text;
     of_old text;
     of_new text;
+    own text;
     changed text;
     rows refcursor;
     change record;
@@ -101,9 +102,14 @@ BEGIN
     END IF;
     IF current_setting('transaction_isolation') <> 'read committed' THEN
         -- A row that another transaction deleted since the snapshot is still visible. This transaction wrote the row
-        -- that has its key now.
-        part.old_is_current := part.old_is_current || ' AND age(c.xmin) <= 0';
-        part.new_is_current := part.new_is_current || ' AND age(c.xmin) <= 0';
+        -- that has its key now: of the transactions whose rows are visible, only this one is in progress. xmin has the
+        -- last 32 bits of a number of 64.
+        own := format(
+            ' AND pg_xact_status((%1$s + ((c.xmin::text::bigint - %1$s + 2147483648) & 4294967295) - 2147483648)'
+            '::text::xid8) = ''in progress''', pg_current_xact_id()
+        );
+        part.old_is_current := part.old_is_current || own;
+        part.new_is_current := part.new_is_current || own;
     END IF;
     -- Rows whose key is new.
     new_rows := CASE WHEN TG_OP = 'INSERT' THEN 'new_rows n' ELSE format(
