@@ -22,7 +22,7 @@ from eventsql_orchestration.storage import log_form
 from eventsql_orchestration.storage.log_form import FORMS, ROOM, Form
 
 _MOST_BRIEF: Final = 10_000
-"""The most brief statements that are kept, one for each consumer, before all are composed anew."""
+"""How many brief statements are kept, one for each consumer. Beyond that, all are composed anew."""
 
 
 class LogQueries:
