@@ -28,7 +28,7 @@ from eventsql_orchestration.database.sessions import read_committed, wait_at_mos
 from eventsql_orchestration.errors import ClaimLostError, DatabaseBusyError, DatabaseError, RedefinitionError
 from eventsql_orchestration.model import Event, how_often
 from eventsql_orchestration.storage.erasing import FAILURE, copy_events, erased_meanwhile
-from eventsql_orchestration.storage.reading import BATCH_BYTES, LogReader
+from eventsql_orchestration.storage.reading import BATCH_BYTES, LogReader, bytes_of
 
 logger = logger_of_errors(__name__)
 
@@ -235,7 +235,7 @@ class Deliveries:
         wanted, events, size = sorted(keys), list[Event](), 0
         for event in self._log.read_ids(connection, self._topic, wanted, partition=locked.key.partition):
             events.append(event)
-            size += len(event.value or b"")
+            size += bytes_of([event])
             if size >= BATCH_BYTES:
                 wanted = [each for each in wanted if each <= event.id]
                 break

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from eventsql_orchestration.consuming.delivery import Delivery
-from eventsql_orchestration.storage.reading import BATCH_BYTES
+from eventsql_orchestration.storage.reading import BATCH_BYTES, bytes_of
 
 MOST_AHEAD: Final = 1_000
 """The most events that wait in a process for its workers."""
@@ -34,7 +34,7 @@ class Backlog:
     def add(self, deliveries: Iterable[Delivery]) -> None:
         for each in deliveries:
             self._unsettled.setdefault(each.partition, set()).add(each)
-            self.bytes += len(each.event.value or b"")
+            self.bytes += bytes_of([each.event])
             if each.key is None:
                 self.ready.append(each)
             elif (behind := self._behind.get(_line_of(each))) is not None:
@@ -94,7 +94,7 @@ class Backlog:
     def _forget(self, gone: Delivery) -> None:
         unsettled = self._unsettled[gone.partition]
         unsettled.remove(gone)
-        self.bytes -= len(gone.event.value or b"")
+        self.bytes -= bytes_of([gone.event])
         if not unsettled:
             del self._unsettled[gone.partition]
 

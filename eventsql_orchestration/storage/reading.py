@@ -106,7 +106,7 @@ class LogReader:
         query = self._queries(of_range, topic=topic, form=known)
         cursor.execute(query, values, binary=True, prepare=False)
         events = [Event(topic, *row) for row in cursor.fetchall()]
-        return events, len(events) == limit or _bytes_of(events) >= most
+        return events, len(events) == limit or bytes_of(events) >= most
 
     def _read_window(
         self, cursor: psycopg.Cursor[Any], topic: str, values: dict[str, Any], limit: int
@@ -277,13 +277,13 @@ def _unpack(values: dict[str, Any], stored: int, events: Iterable[Event]) -> Non
 
     Compressed blocks of several events count as they are stored. `packed` estimates how much further blocks are packed.
     """
-    size = _bytes_of(events)
+    size = bytes_of(events)
     if size > stored:
         values["bytes"] -= size - stored
         values["packed"] = stored / size
 
 
-def _bytes_of(events: Iterable[Event]) -> int:
+def bytes_of(events: Iterable[Event]) -> int:
     """The bytes of the values of events."""
     return sum(len(event.value or b"") for event in events)
 
