@@ -271,7 +271,7 @@ class Retainer:
         return Dropped(topic.name, len(dropped), events, size, upto, held_by)
 
     def _due(
-        self, connection: Connection, topic: Topic, retention: Retention, newest: int, *, close: bool = False
+        self, connection: Connection, topic: Topic, retention: Retention, newest: int, *, close: bool
     ) -> list[_Content]:
         """The closed segments that are due, oldest first. With `close`, as if the current one were closed if it may."""
         existing = segments.segments(connection, self._database.schema, topic.name) or []
