@@ -134,10 +134,12 @@ class LogWriter:
         """Set the limits for the session; through a pooler, for the current transaction."""
         local = is_pooled(connection)
         # Sort the events between buffer and log in memory. Read the buffer by its indexes: a plan is kept for long, and
-        # the buffer may fill up meanwhile.
+        # the buffer may fill up meanwhile. Before PostgreSQL 18, a plan that reads a sequence, which has no index, then
+        # seems dear enough to be compiled. Measured with 400 topics: each look takes 190 ms, and 0.6 ms without `jit`.
         connection.execute(
             "SELECT pg_catalog.set_config('work_mem', '64MB', %(local)s), "
-            "pg_catalog.set_config('enable_seqscan', 'off', %(local)s)",
+            "pg_catalog.set_config('enable_seqscan', 'off', %(local)s), "
+            "pg_catalog.set_config('jit', 'off', %(local)s)",
             {"local": local},
         )
         if self._lock_timeout is not None:

@@ -776,3 +776,13 @@ def test_an_idle_look_is_one_statement_and_a_batch_takes_seven(platform: EventSQ
     assert verbs_of(platform, said) == ["SELECT"]
     assert verbs_of(platform, said, [order("one")]) == [*batch, "SELECT"]
     assert verbs_of(platform, said, [order(number) for number in range(900)]) == [*batch, "SELECT"]
+
+
+def test_the_server_compiles_no_statement_of_a_transfer(platform: EventSQL, sessions: Sessions) -> None:
+    """Where whole tables may not be scanned, a plan that reads a sequence seems dear enough to be compiled."""
+    with sessions() as session:
+        session.execute(f"ALTER DATABASE {session.info.dbname} SET jit TO on")
+    platform.transfer.run_once()
+    connection = platform.shards[0].transfer._writer._connection
+    assert connection is not None
+    assert connection.execute("SHOW jit").fetchone() == ("off",)
