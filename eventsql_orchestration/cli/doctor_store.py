@@ -16,6 +16,7 @@ from eventsql_orchestration.database import Queries
 from eventsql_orchestration.database.rows import query_all
 from eventsql_orchestration.errors import RestoredStoreError
 from eventsql_orchestration.shards.shard import Shard
+from eventsql_orchestration.storage import sequences
 from eventsql_orchestration.store.store import Store
 from eventsql_orchestration.validation import advised, counted
 from eventsql_orchestration.views.catalog import Views
@@ -74,9 +75,14 @@ def projection_findings(shard: Shard) -> Iterator[Finding]:
 
 
 def view_findings(shard: Shard) -> Iterator[Finding]:
-    """Views whose retention nobody applies, and rebuilds that have not ended."""
+    """Views whose retention nobody applies, rebuilds that have not ended, and sequences of a logical replica."""
     views = Views(shard.database)
     overdue, rebuilds = views.overdue(), views.unfinished_rebuilds()
+    tables = [view.table for view in views.definitions()]
+    with shard.database.connection() as connection:
+        unused = sequences.unused(connection, shard.database.schema, tables)
+    for fault in unused:
+        yield problem("views", fault.finding, fault.remedy)
     for name, began in rebuilds.items():
         yield warning(
             "views",

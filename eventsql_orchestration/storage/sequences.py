@@ -254,3 +254,13 @@ def faults(connection: Connection, schema: str, topics: Iterable[str]) -> list[S
             behind = next((each.behind(highest, relation=relation, after=after) for each in again), None)
         found += filter(None, (state.error(), behind, state.nearly_used_up()))
     return found
+
+
+def unused(connection: Connection, schema: str, names: Sequence[str]) -> list[SequenceError]:
+    """The faults of the sequences of tables that have rows, whose sequences have never given an id.
+
+    They are of a logical replica, which has no values of sequences. Only such a table is read.
+    """
+    never = [state for state in states(connection, schema, names) if state.last == 0]
+    found = (state.behind(_highest(connection, schema, state.table)) for state in never)
+    return [fault for fault in found if fault is not None]

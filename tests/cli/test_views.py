@@ -214,3 +214,22 @@ def test_retention_tells_what_it_dropped(run: Run, views: Views) -> None:
     views.declare(Timeline("parcels", retention=timedelta(days=1)))
     assert "view 'parcels': 1 partition dropped" in run("view", "retain").stderr
     assert json.loads(run("view", "retain", "--json").stdout) == [{"view": "parcels", "dropped": 0, "busy": 0}]
+
+
+def test_doctor_names_a_view_whose_sequence_stayed_behind_its_logical_replica(run: Run, platform: EventSQL) -> None:
+    def found() -> list[dict[str, str]]:
+        report = json.loads(run("doctor", "--json").stdout)
+        return [each for each in report["findings"] if each["check"] == "views" and each["status"] == "problem"]
+
+    assert found() == []
+    with platform.database.connection() as connection:
+        for view in (PARCELS, TRACKING):
+            connection.execute(f"ALTER SEQUENCE eventsql.{view.table}_eql_id_seq RESTART".encode())
+        parcels, tracking = found()
+        assert (PARCELS.table in parcels["message"], TRACKING.table in tracking["message"]) == (True, True)
+        for finding in (parcels, tracking):
+            connection.execute(finding["remedy"].encode())
+        assert found() == []
+        Views(platform.database).timeline(PARCELS).append(connection, [("7", {"place": "Gdansk"}, NOON)])
+    entries = json.loads(run("timeline", "parcels", "7", "--json").stdout)
+    assert [entry["data"]["place"] for entry in entries] == ["Lodz", "Gdansk"]
