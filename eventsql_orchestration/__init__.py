@@ -1,4 +1,4 @@
-"""Events over SQL databases, operated from Dagster.
+"""An event log in PostgreSQL, operated from Dagster.
 
 `EventSQL` is the whole platform on one database, or over several; its methods take and return objects of the other
 names. Neither pyspark nor dagster is imported by this package: the data source lives in `eventsql_orchestration.spark`,

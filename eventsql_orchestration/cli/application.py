@@ -207,7 +207,7 @@ def _program(
     quiet: Annotated[bool, option("Print only data and errors.", "-q", "--quiet")],
     debug: Annotated[bool, option("Show the traceback of an error, and the log of the library.")],
 ) -> None:
-    """Events over the SQL database that you already run."""
+    """An event log in the PostgreSQL that you already run."""
     if quiet:
         be_quiet()
     if dsn and dsn_file is not None:

@@ -113,7 +113,7 @@ def list_all(context: CliContext, as_json: AsJson) -> None:
         **same("queue", "visible"), "in flight": "in_flight", **same("delayed", "blocked", "dead"),
         "oldest (s)": "oldest", "waiting (s)": "waiting",
     }  # fmt: skip
-    show_list(found, columns, as_json=as_json, spare=("oldest (s)",))
+    show_list(found, columns, as_json=as_json, spare=("oldest (s)", "delayed", "blocked"))
 
 
 @command(queue)

@@ -198,6 +198,8 @@ _RIGHTS_OF_ALL_TOPICS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Further rights of a role of all topics."""
 
+_TABLES_OF_RIGHTS: Final = (_RIGHTS, _RIGHTS_OF_ALL_TOPICS)
+
 _READ_LOG: Final = ("SELECT ON {log}", "SELECT ON {events}", "SELECT ON SEQUENCE {ids}")
 _MAY_PUBLISH: Final = ("INSERT (eql_id) ON {events}",)
 """Marks the right to publish to one topic. It lets nobody insert events, and is removed with the topic."""
@@ -224,7 +226,7 @@ _WRITE_BLOCKS: Final = (
 
 GRANTED_FUNCTIONS: Final = frozenset(
     right.removeprefix("EXECUTE ON FUNCTION {s}.")
-    for table in (_RIGHTS, _RIGHTS_OF_ALL_TOPICS)
+    for table in _TABLES_OF_RIGHTS
     for right in chain.from_iterable(table.values())
     if right.startswith("EXECUTE")
 )
@@ -316,7 +318,7 @@ def permission_error(
     """The error for a right that the current role lacks. `detail` is the server's message.
 
     `role` is the current role, as far as it is known. `prefix` begins the names of this installation's roles; None
-    if it has no roles. The kinds in `held` do not give the right: the role has them already.
+    if it has no roles. The role has the rights of the kinds in `held`, so it lacks another right.
     """
     found = _OBJECT.search(detail)
     kind, name = (found["kind"], found["name"]) if found is not None else ("", None)
@@ -330,8 +332,7 @@ def permission_error(
     else:
         advice = ", or ".join(
             f"`GRANT {prefix or DEFAULT_PREFIX}_{each} TO {to}`" + (f", which {does}" if does else "")
-            for each, does in _needed(kind, name, detail)
-            if each == ADMIN or each not in held
+            for each, does in _needed(kind, name, detail, held)
         )
     if not prefix:
         advice += "; `eventsql roles create` makes these roles"
@@ -353,7 +354,7 @@ def may_not_migrate(
     )  # fmt: skip
 
 
-def _needed(kind: str, name: str | None, detail: str) -> Sequence[tuple[str, str]]:
+def _needed(kind: str, name: str | None, detail: str, held: Collection[str]) -> Sequence[tuple[str, str]]:
     """The roles that have the right, by the end of their names, and the work of each. `detail` is in English."""
     if kind == "topic":
         alone = [(f"publisher_{name}", "publishes to this topic alone")] if name else []
@@ -361,23 +362,37 @@ def _needed(kind: str, name: str | None, detail: str) -> Sequence[tuple[str, str
     if name is None or not detail.startswith("permission"):
         return [(ADMIN, "")]
 
-    kinds = _kinds_for(name)
+    kinds = _kinds_for(name, held)
     return [*((each, _DOES[each]) for each in kinds), (ADMIN, "changes it" if kinds else "")]
 
 
-def _kinds_for(name: str) -> Sequence[str]:
-    """The kinds of role that have rights on a table, sequence or function.
+def _kinds_for(name: str, held: Collection[str]) -> Sequence[str]:
+    """The kinds of role that have a right on a table, sequence or function which the kinds in `held` lack.
 
     Of kinds that share a right, only the kind with the least rights counts. A right to read some columns does not
     count.
     """
+    had = {right for kind in held for table in _TABLES_OF_RIGHTS for right in _rights_on(name, table.get(kind, ()))}
     found: dict[tuple[str, bool], str] = {}
-    for table, of_all in ((_RIGHTS, False), (_RIGHTS_OF_ALL_TOPICS, True)):
+    for table in _TABLES_OF_RIGHTS:
         for kind in _DOES:
-            for right in table.get(kind, ()):
-                if name in re.findall(r"\{s\}\.(\w+)", right) and not right.startswith("SELECT ("):
-                    found.setdefault((right, of_all), kind)
-    # A log, and a segment or sequence of a log, is named after its topic.
-    if not found and names_log(name):
-        return [kind for kind in _DOES if kind in _RIGHTS_ON_LOG]
-    return list(dict.fromkeys(found.values()))
+            for right in _rights_on(name, table.get(kind, ())) - had:
+                found.setdefault((right, table is _RIGHTS_OF_ALL_TOPICS), kind)
+    # A log, and a segment or sequence of a log, is named after its topic. A view may be named `event_count`.
+    if not found and not had and names_log(name.removeprefix("view_")):
+        return [kind for kind in _DOES if kind in _RIGHTS_ON_LOG and kind not in held]
+    return list(dict.fromkeys(kind for kind in _DOES if kind in found.values()))
+
+
+def _rights_on(name: str, rights: Sequence[str]) -> set[str]:
+    """The rights on an object, such as `SELECT` or `UPDATE eql_failure`."""
+    found: set[str] = set()
+    for right in rights:
+        what, _, objects = right.partition(" ON ")
+        if name in re.findall(r"\{s\}\.(\w+)", objects):
+            for privilege, columns in re.findall(r"([A-Z]+)(?: \(([^)]*)\))?", what):
+                if not columns:
+                    found.add(privilege)
+                elif privilege != "SELECT":
+                    found.update(f"{privilege} {column}" for column in columns.split(", "))
+    return found

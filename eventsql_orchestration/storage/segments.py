@@ -91,7 +91,8 @@ def _create_rows(connection: sqlalchemy.Connection, schema: str, topic: Topic) -
     has_columns = LogQueries("segments", schema)("has_columns")
     if fetch_one(driver, has_columns, {"log": name, "columns": log.columns.keys()}) != (True,):
         raise RegistryError(
-            f"there is a table {name} already, which is not a log: rename it, or name the topic differently"
+            f"there is a table {name} already, which is not a log: name the topic differently, or rename the table "
+            "if it is your own"
         )
     for index in log.indexes:
         # A table of EventSQL's Java library has no index for partitions. The topic's transfers wait while it is built.

@@ -597,7 +597,7 @@ def test_lag_is_watched_until_ctrl_c(start: Start, consumer: str, platform: Even
 def test_a_narrow_terminal_folds_texts_and_keeps_numbers_whole(
     run: Run, platform: EventSQL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("eventsql_orchestration.cli.output.stdout_is_terminal", lambda: True)
+    monkeypatch.setattr("eventsql_orchestration.cli.tables.stdout_is_terminal", lambda: True)
     monkeypatch.setenv("COLUMNS", "60")
     platform.registry.register_topic(Topic(TOPIC))
     platform.registry.register_consumer(Consumer(TOPIC, "a consumer with a rather long name"))

@@ -48,6 +48,15 @@ def test_a_queue_is_created_filled_looked_at_and_emptied(run: Run) -> None:
     assert [(each["queue"], each["visible"]) for each in listed] == [("jobs", 0), ("jobs_dead", 0)]
 
 
+def test_the_list_of_queues_fits_in_60_columns(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eventsql_orchestration.cli.tables.stdout_is_terminal", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    assert run("queue", "send", "ride_commands", "charge").exit_code == 0
+    header, row = run("queue", "list").stdout.splitlines()
+    assert max(len(header), len(row)) <= 60
+    assert header.split() == ["queue", "visible", "in", "flight", "dead", "waiting", "(s)"]
+
+
 def test_messages_that_are_only_shown_are_given_back_and_spend_no_receive(run: Run, database: Database) -> None:
     queue = Queue(database, "jobs", max_receives=1)
     queue.send(b"one")

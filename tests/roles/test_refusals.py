@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
@@ -10,7 +11,7 @@ import pytest
 from psycopg import sql
 from sqlalchemy import make_url
 
-from eventsql_orchestration import Event, EventSQL, Publication, Topic
+from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.database import Connection, grants
 from eventsql_orchestration.errors import ConsumerNotFoundError, EventSQLError, PermissionDeniedError
@@ -412,11 +413,24 @@ def test_a_refusal_in_another_language_does_not_call_for_the_admins_rights(said:
     assert all(kind in advice for kind in grants.KINDS)
 
 
-def test_a_refusal_names_no_role_that_the_login_has(as_: As, prefix: str) -> None:
+@pytest.mark.parametrize("role", ["reader", "publisher", "consumer", "transfer"])
+def test_a_refusal_names_no_role_whose_rights_on_the_object_the_login_has(as_: As, prefix: str, role: str) -> None:
+    platform = as_(role)
     with pytest.raises(PermissionDeniedError) as raised:
-        as_("reader").registry.register_topic(Topic("refunds"))
-    assert f"`GRANT {prefix}_reader TO" not in str(raised.value)
-    assert f"`GRANT {prefix}_admin TO" in str(raised.value)
+        platform.registry.register_topic(Topic("refunds"))
+    assert re.findall(r"GRANT (\w+) TO", str(raised.value)) == [f"{prefix}_admin"]
+
+
+def test_a_refusal_names_the_sole_role_that_may_register_a_consumer(as_: As, prefix: str) -> None:
+    with pytest.raises(PermissionDeniedError) as raised:
+        as_("consumer").registry.register_consumer(Consumer("orders", "printer"))
+    assert re.findall(r"GRANT (\w+) TO", str(raised.value)) == [f"{prefix}_admin"]
+
+
+@pytest.mark.parametrize("view", ["view_event", "view_event_count", "view_moves"])
+def test_a_refused_view_is_not_taken_for_the_log_of_a_topic(view: str) -> None:
+    advice = str(grants.permission_error(f"permission denied for table {view}", "here", "app", "shop"))
+    assert re.findall(r"GRANT (\w+) TO", advice) == ["shop_admin"]
 
 
 def test_a_role_without_any_right_learns_which_it_lacks(as_: As, prefix: str) -> None:
