@@ -347,16 +347,19 @@ class Database:
         with self.errors():
             try:
                 migrations.upgrade(self._pool.alchemy(engine), self.schema, times_in=times_in)
-            except sqlalchemy.exc.DBAPIError as error:
-                if isinstance(error.orig, psycopg.errors.InvalidParameterValue):
+            except (sqlalchemy.exc.DBAPIError, psycopg.Error) as error:
+                cause = driver_error(error)
+                if isinstance(cause, psycopg.errors.InvalidParameterValue):
                     raise ConfigurationError(
                         f"the server does not know the time zone {times_in!r}: the view pg_timezone_names lists "
                         "the zones that it knows"
                     ) from None
-                if isinstance(error.orig, psycopg.errors.InsufficientPrivilege):
+                if isinstance(cause, psycopg.errors.InsufficientPrivilege):
+                    with self.pooled() as connection:
+                        self._role = CurrentRole.of(connection, self.schema)
                     role, prefix = self._role_names()
                     raise may_not_migrate(
-                        describe(error.orig), str(self), schema=self.schema, revision=migrations.HEAD,
+                        describe(cause), str(self), schema=self.schema, revision=migrations.HEAD,
                         role=role, prefix=prefix,
                     ) from error  # fmt: skip
                 raise

@@ -347,9 +347,9 @@ def may_not_migrate(
     """The error for a role that may not migrate a schema to `revision`; otherwise as `permission_error`."""
     admin = f"{prefix or DEFAULT_PREFIX}_{ADMIN}"
     return PermissionDeniedError(
-        f"schema {schema!r} of {where} must be migrated to revision {revision}, and role {role!r} may not do that "
-        f"({detail}): run `eventsql migrate` as a member of {admin}, or `GRANT {admin} TO \"{role}\"`; if there are no "
-        "tables yet, as a role with CREATE on the database",
+        f"role {role!r} may not migrate schema {schema!r} of {where} to revision {revision} ({detail}): run "
+        f"`eventsql migrate` as a member of {admin}, or `GRANT {admin} TO \"{role}\"`; if there are no tables yet, as "
+        "a role with CREATE on the database",
         role=role, object=schema,
     )  # fmt: skip
 

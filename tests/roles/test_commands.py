@@ -91,12 +91,14 @@ COMMANDS: dict[str, list[tuple[str, ...]]] = {
     "publisher": [("publish", "orders")],
     "publisher_orders": [("publish", "orders")],
     "transfer": [("transfer", "--once")],
-    "consumer": [("consume", "orders", "mailer", "--max", "1")],
+    "consumer": [
+        ("consume", "orders", "mailer", "--max", "1"),
+        ("seek", "orders", "mailer", "--to-latest", "--execute"),
+    ],
     "consumer_orders": [("consume", "orders", "mailer", "--max", "1")],
     "admin": [
         ("migrate",),
         ("topic", "create", "other"),
-        ("seek", "orders", "mailer", "--to-latest", "--execute"),
         ("topic", "retain"),
         ("roles", "list"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -292,6 +293,15 @@ def test_a_migration_that_is_needed_names_the_role_that_may(owner: EventSQL, log
     assert f"{prefix}_admin" in str(raised.value)
     with owner.database.connection() as connection:
         connection.execute("UPDATE eventsql.schema_version SET version_num = %s", [migrations.HEAD])
+
+
+@pytest.mark.parametrize("roles", [(), ("publisher",), ("reader",)])
+def test_a_role_that_may_not_migrate_current_tables_is_told_which_role_may(
+    login: Login, prefix: str, roles: tuple[str, ...]
+) -> None:
+    with Database(login(*roles)) as database, pytest.raises(PermissionDeniedError) as raised:
+        database.migrate()
+    assert re.findall(r"GRANT (\w+) TO", str(raised.value)) == [f"{prefix}_admin"]
 
 
 def test_a_role_is_taken_on_by_an_option_of_the_url(owner: EventSQL, login: Login, prefix: str) -> None:
