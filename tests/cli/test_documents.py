@@ -19,7 +19,7 @@ from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.cli import main
 from eventsql_orchestration.dagster import topic_key
 from eventsql_orchestration.database import Connection
-from eventsql_orchestration.queue import QueueDepth
+from eventsql_orchestration.queue import Queue, QueueDepth
 from eventsql_orchestration.store import Change, RecordedChange, SubscriptionOptions
 from tests.documents import DAGSTER, REPOSITORY, examples, play
 from tests.shards.conftest import Databases, databases
@@ -324,11 +324,40 @@ def test_the_statement_that_takes_over_a_table_publishes_its_rows_in_their_order
         connection.execute("CREATE TABLE messages (seq serial, key text, data text)")
         connection.execute("INSERT INTO messages (key, data) VALUES ('a', 'one'), ('b', 'zwölf'), ('a', 'two')")
         connection.execute("UPDATE messages SET data = 'eins' WHERE seq = 1")
-        text = (REPOSITORY / "docs" / "comparison.md").read_text(encoding="utf-8")
-        connection.execute(text.split("```sql\n")[1].partition("```")[0].encode())
+        connection.execute(statement(REPOSITORY / "docs" / "comparison.md", "FROM messages").encode())
     platform.transfer.run_once()
     published = [(event.key, event.value.decode()) for event in platform.reader.read("orders")]
     assert published == [("a", "eins"), ("b", "zwölf"), ("a", "two")]
+
+
+def test_the_statement_that_moves_a_queue_of_pgmq_keeps_the_order_and_the_delays_of_its_messages(
+    dsn: str, platform: EventSQL
+) -> None:
+    moved = Queue(platform, "mails")
+    moved.definition()
+    statement_of_move = statement(REPOSITORY / "docs" / "comparison.md", "pgmq").encode()
+    with psycopg.connect(dsn) as connection:
+        connection.execute("CREATE SCHEMA pgmq")
+        connection.execute(
+            "CREATE TABLE pgmq.q_mails (msg_id bigint GENERATED ALWAYS AS IDENTITY, read_ct integer DEFAULT 0, "
+            "vt timestamptz NOT NULL, message jsonb)"
+        )
+        connection.execute(
+            "INSERT INTO pgmq.q_mails (vt, message) SELECT now() + later, message FROM (VALUES "
+            "(interval '0', jsonb '{\"to\": \"ann\"}'), ('1 hour', '{\"to\": \"bob\"}'), ('-1 hour', '7')) "
+            "AS sent (later, message)"
+        )
+        connection.execute(statement_of_move)
+        assert connection.execute("SELECT FROM pgmq.q_mails").fetchall() == []
+        assert connection.execute(statement_of_move).fetchall() == []
+    assert [message.body for message in moved.receive(max_messages=10)] == [b'{"to": "ann"}', b"7"]
+    assert moved.statistics().delayed == 1
+
+
+def statement(document: Path, mark: str) -> str:
+    """The SQL of a document that has the text `mark`."""
+    [found] = [sql for sql in re.findall(r"```sql\n(.*?)```", document.read_text("utf-8"), re.DOTALL) if mark in sql]
+    return str(found)
 
 
 def lines(document: Path) -> list[list[str]]:
