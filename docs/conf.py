@@ -1,5 +1,6 @@
 """The documentation as a site: `make docs`."""
 
+import re
 import sys
 from importlib.metadata import version as installed_version
 from pathlib import Path
@@ -37,3 +38,17 @@ autodoc_default_options = {"members": True}
 
 html_theme = "furo"
 html_title = "EventSQL Orchestration"
+
+
+def readable(_app, _what, _name, _object, _options, signature, returned):
+    """A signature with the names of its types alone, and without the addresses of objects."""
+    if signature is None:
+        return None
+    signature = re.sub(r"[~\w.]*\bAnnotated\[(.*?), <dagster\.[^>]*>\]", r"\1", signature)
+    signature = re.sub(r"~(?:\w+\.)*(\w+)", r"\1", signature)
+    signature = re.sub(r"<function (\w+)>", r"\1", signature)
+    return re.sub(r"<(?:factory|function .*?<lambda>)>", "...", signature), returned
+
+
+def setup(app):
+    app.connect("autodoc-process-signature", readable)

@@ -62,7 +62,7 @@ class EventSQL:
     `dsn` is the URL of the database, `more` are the URLs of further shards (docs/shards.md). The first use connects,
     and brings the tables in `schema` up to date unless `migrate` is False. With `transfer`, a thread moves buffered
     events into their logs from the first publication of this object on. With `straight`, batches may go directly to
-    their log if no other process holds the topic (publishing/publisher.py). One object serves any number of threads.
+    their log if no other process holds the topic. One object serves any number of threads.
     Close it, or use it as a context manager. Afterwards every use raises `ClosedError`, until `open()` or another
     `with` opens it again.
 

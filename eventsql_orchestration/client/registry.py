@@ -210,7 +210,7 @@ class ClusterRegistry:
         `Back` names such a time as a duration before now. A start outside of the log is moved to the nearest end of the
         log. With a `filter`, the consumer's functions get the events that match; its offset moves past the others,
         which count as lag until then. A reader of a claim's range gets all of its events. A new consumer that is `held`
-        gets no events until it is released (shards/shard_state.py).
+        gets no events until it is released.
 
         With several shards, `start` may not be an offset. A shard that joined holds a new consumer back until the
         consumer has consumed the older events of the other shards: so it gets the events of a key in order. If a shard

@@ -62,7 +62,7 @@ class Database:
 
     `dsn` is a PostgreSQL URL. `pool_size` bounds the connections that are kept, `max_overflow` the further connections
     under load. If the URL leads to a pooler in transaction mode, such as PgBouncer, its option `direct=host:port` names
-    the server itself, for the few connections that keep a session: see `dedicated`.
+    the server itself, for the few connections that keep a session.
     """
 
     def __init__(
