@@ -52,14 +52,20 @@ def transfer(
         ),
     ],
     retain: Annotated[
-        bool, option("Drop events beyond their retention, once a minute.", "--retain/--no-retain", default=True)
+        bool,
+        option(
+            "Drop events beyond their retention and merge small blocks, once a minute.",
+            "--retain/--no-retain",
+            default=True,
+        ),
     ],
 ) -> None:
     """Move published events into the ordered logs of their topics, until Ctrl-C or SIGTERM.
 
     It finishes the batch under way before it ends; a second Ctrl-C ends it at once. Several may run at once, here or in
     other programs, and share the topics. If the database goes away, the command waits for it. It also drops old
-    segments of topics with a retention. With --once it does not: use `eventsql topic retain`.
+    segments of topics with a retention, and merges the small blocks of logs. With --once it does not: use `eventsql
+    topic retain` and `eventsql topic compact`.
     """
     if once:
         leave_out("is not for --once", "interval", *(["retain"] if retain else []))

@@ -175,9 +175,10 @@ class TickOptions:
       long to set up would always be too late.
     - `first_backoff`, `max_backoff`: the first and the longest pause between runs that fail at the same offset for
       reasons outside of events. Without pauses, a run would fail every 5 s.
-    - `lead`: time before the end of a run's window at which a tick requests a successor. Dagster looks at the sensor
-      within 5 s and at its queue within 1 s, and a run takes some 2 s to start.
-    - `slack`: time after the end of its window in which a run may still handle its last range, or be about to end.
+    - `lead`: time before the end of a run's `drain_seconds` at which a tick requests a successor. Dagster looks at the
+      sensor within 5 s and at its queue within 1 s, and a run takes some 2 s to start.
+    - `slack`: time after the end of its `drain_seconds` in which a run may still handle its last range, or be about to
+      end.
     - `linger`: time for which a tick that finds no events waits for events, counted from its beginning. Dagster begins
       the next tick 5 s after the beginning of this tick if this tick is stored by then, and 10 s after it otherwise.
     - `poll`: time after which a lingering tick looks again even without a notification. The end of a lease sends no
