@@ -78,11 +78,15 @@ def lag(
 
     Columns: events counts the events that are not consumed yet; buffered counts the part of them that is not
     transferred yet; seconds is the age of the oldest event; offset is the last consumed event, end is the newest event,
-    and why is the cause. A narrow terminal leaves out offset, end and buffered. With --totals, partitions counts the
-    partitions that are behind. With --watch on a terminal, trend shows the events of the last refreshes. With --json,
-    --watch prints a line for each refresh. --json is short for --format json; --format csv prints a header and the
-    columns of the JSON. Subscriptions of the event store that are behind stand in a table below, and queues with
-    messages in another table; `eventsql store subscriptions --json` and `eventsql queue list --json` have them as JSON.
+    and why is the cause. With --totals, partitions counts the partitions that are behind. With --watch on a terminal,
+    trend shows the events of the last refreshes. A narrow terminal leaves out offset, end and buffered.
+
+    Subscriptions of the event store that are behind stand in a table below, and queues with messages in another table,
+    with at most 10,000 counted in each state: `eventsql store subscriptions` and `eventsql queue list` have all, also
+    as JSON.
+
+    --json is short for --format json, and --watch then prints a line for each refresh. --format csv prints a header and
+    the columns of the JSON.
     """
 
     def rows() -> list[Any]:

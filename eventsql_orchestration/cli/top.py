@@ -68,7 +68,7 @@ def top(
 ) -> None:
     """Show the rates of TOPIC, or of all topics, the lag of their consumers, and the partitions that stand still.
 
-    Without TOPIC, it shows queues that have messages, too.
+    Without TOPIC, it shows queues that have messages, too: at most 10,000 in each state are counted.
 
     It refreshes until Ctrl-C. Rates are events per second since the previous refresh. Column behind counts the
     partitions with events to consume, and column why counts them by cause. Column claims counts the claims of runs, and
