@@ -17,7 +17,7 @@ from eventsql_orchestration.consuming.handlers import BatchHandler, EventHandler
 from eventsql_orchestration.consuming.leases import LeasedHandler
 from eventsql_orchestration.consuming.queue_consumption import MOST_UNACKNOWLEDGED, QUEUE_WORKERS
 from eventsql_orchestration.consuming.queue_handler import QueueHandler
-from eventsql_orchestration.consuming.running import Running, stop_all
+from eventsql_orchestration.consuming.running import AnyRunning, Running, stop_all
 from eventsql_orchestration.consuming.throttle import Throttles
 from eventsql_orchestration.consuming.worker_pool import MAX_WORKERS, Batching
 from eventsql_orchestration.errors import (
@@ -116,7 +116,7 @@ class ClusterConsumers:
         self._throttles = Throttles()
         for shard in cluster.shards:
             self.join(shard)
-        self._started: ProcessSet[ClusterConsumption] = ProcessSet()
+        self._started: ProcessSet[Running] = ProcessSet()
         """A running consumption is kept by its threads."""
 
     def join(self, shard: Shard) -> None:
@@ -219,11 +219,15 @@ class ClusterConsumers:
 
     def _start(self, topic: str, consumer: str, begin: Callable[[Shard], Running]) -> ClusterConsumption:
         self._registry.check_same_consumer(topic, consumer)
-        started = ClusterConsumption(self._cluster, begin)
-        self._started.add(started)
+        started = self.keep(ClusterConsumption(self._cluster, begin))
         if self._cluster.lone is None:
             self._cluster.background.add(self._barriers.settle)
         return started
+
+    def keep(self, running: AnyRunning) -> AnyRunning:
+        """Let `close` stop this, too, such as the workers of a queue. Gives it."""
+        self._started.add(running)
+        return running
 
     def consume_once(
         self, topic: str, consumer: str, handler: BatchHandler, *, partition: int | None = None, max_events: int = 1_000
@@ -253,7 +257,7 @@ class ClusterConsumers:
         return consumed
 
     def close(self, timeout: float = 10.0) -> bool:
-        """Stop all consumptions that were started here or on a shard, within `timeout` seconds in all."""
+        """Stop all that was started here or on a shard, within `timeout` seconds in all."""
         deadline = time.monotonic() + timeout
         self._cluster.background.remove(self._barriers.settle)
         # The wait does not include a consumption that is started meanwhile.

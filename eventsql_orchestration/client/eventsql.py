@@ -285,11 +285,12 @@ class EventSQL:
     # Closing
 
     def close(self, timeout: float = 10.0) -> bool:
-        """Stop the consumers, subscriptions and the transfer of this object and close its connections.
+        """Stop the consumers, workers, subscriptions and the transfer of this object and close its connections.
 
-        This takes about `timeout` seconds at most. Consumers and subscriptions may finish their current batches; gives
-        False if some were rolled back. Events that wait in buffered publishers are committed first. Published events
-        are transferred as far as time allows. Whatever uses this object later gets `ClosedError`: see `open`.
+        This takes about `timeout` seconds at most. Consumers, workers and subscriptions may finish their current
+        batches; gives False if some were rolled back. Events that wait in buffered publishers are committed first.
+        Published events are transferred as far as time allows. Whatever uses this object later gets `ClosedError`: see
+        `open`.
         """
         deadline = time.monotonic() + timeout
         if self._store is not None:

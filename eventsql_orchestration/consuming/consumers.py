@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Final, TypeVar, Unpack
+from typing import Final, Unpack
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.consuming.batch import Batch, BatchResult, BatchRunner
@@ -19,7 +19,7 @@ from eventsql_orchestration.consuming.leases import LeasedHandler, LeasedPolls
 from eventsql_orchestration.consuming.partition import ConsumerPartition, lock
 from eventsql_orchestration.consuming.queue_consumption import MOST_UNACKNOWLEDGED, QUEUE_WORKERS, QueueConsumption
 from eventsql_orchestration.consuming.queue_handler import QueueHandler, takes_connection
-from eventsql_orchestration.consuming.running import Running, stop_all
+from eventsql_orchestration.consuming.running import AnyRunning, Running, stop_all
 from eventsql_orchestration.consuming.throttle import Throttles
 from eventsql_orchestration.consuming.worker_pool import (
     MAX_WORKERS,
@@ -41,8 +41,6 @@ from eventsql_orchestration.storage.reading import LogReader
 from eventsql_orchestration.topics.layouts import Layouts
 from eventsql_orchestration.topics.registry import Registry
 from eventsql_orchestration.validation import Duration, check_seconds, check_whole
-
-AnyRunning = TypeVar("AnyRunning", bound=Running)
 
 SINGLE_BATCH: Final = 100
 """Events that a consumer of single events reads at a time; each has its own savepoint."""
@@ -195,7 +193,7 @@ class Consumers:
             self._database, self._dead_letters, topic, consumer, by_key=by_key, lease=seconds,
             most=check_whole("max_unacknowledged", max_unacknowledged, least=1, most=MOST_ROWS),
         )  # fmt: skip
-        return self._runs(
+        return self.keep(
             QueueConsumption(
                 deliveries, handler, name=f"consumer {consumer!r} of topic {topic!r}", topic=topic,
                 partitions=[key.partition for key in keys], look=self._look(keys), workers=workers,
@@ -206,7 +204,7 @@ class Consumers:
 
     def _start(self, topic: str, consumer: str, poll: Poll, options: PollOptions, workers: int) -> Consumption:
         keys = self._keys(topic, consumer)
-        return self._runs(
+        return self.keep(
             Consumption(
                 keys, look=self._look(keys), poll=poll, polling_delay=options.polling_delay, workers=workers,
                 listener=self._listener, throttle=self.throttles.of(topic, consumer),
@@ -218,9 +216,10 @@ class Consumers:
         partitioned = key.partition != NOT_PARTITIONED
         return lambda asked: self._ready(key.topic, key.consumer, asked, partitioned=partitioned)
 
-    def _runs(self, started: AnyRunning) -> AnyRunning:
-        self._running.add(started)
-        return started
+    def keep(self, running: AnyRunning) -> AnyRunning:
+        """See `ClusterConsumers.keep`."""
+        self._running.add(running)
+        return running
 
     def _keys(self, topic: str, consumer: str, partition: int | None = None) -> list[ConsumerPartition]:
         """The consumer's partitions, or `partition` alone if the consumer has it."""

@@ -6,7 +6,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection
-from typing import Self
+from typing import Protocol, Self, TypeVar
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.threads import others_alive
@@ -14,7 +14,7 @@ from eventsql_orchestration.threads import others_alive
 
 @checked
 class Running(ABC):
-    """A running consumer of this process. It ends with `stop`, or with its `with` block."""
+    """A running consumer of this process, or workers of a queue. It ends with `stop`, or with its `with` block."""
 
     def stop(self, timeout: float = 10.0) -> bool:
         """Finish the current batches and end.
@@ -52,6 +52,15 @@ class Running(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+AnyRunning = TypeVar("AnyRunning", bound=Running)
+
+
+class Keeper(Protocol):
+    """The consumers of a platform or of a shard."""
+
+    def keep(self, running: AnyRunning) -> AnyRunning: ...
 
 
 def stop_all(running: Collection[Running], deadline: float) -> bool:

@@ -47,6 +47,8 @@ class Queue(MessageQueue):
     ) -> QueueWorkers:  # fmt: skip
         """Start threads that call `handler(message, connection)` for each message; `stop()` ends them.
 
+        The `close` of the platform or shard stops them, too.
+
         Writes through `connection` commit together with the acknowledgement: exactly once. All other effects happen at
         least once. If the handler raises, its writes are rolled back, and the message is released for
         `backoff(receives)` seconds, with the error in its history. The visibility timeout of messages that a worker
@@ -65,6 +67,7 @@ class Queue(MessageQueue):
                     f"use at most {most} workers"
                 )
         seconds = seconds_of("visibility_timeout", visibility_timeout)
-        return QueueWorkers(
+        started = QueueWorkers(
             self, handler, workers=workers, max_messages=max_messages, visibility_timeout=seconds, backoff=backoff
         ).start()
+        return self._shards.keep(started)

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeAlias, runtime_checkable
 
+from eventsql_orchestration.consuming.running import AnyRunning, Keeper
 from eventsql_orchestration.database import CallersConnection, Database
 from eventsql_orchestration.errors import ShardError, ValidationError
 from eventsql_orchestration.queue.options import QueueOptions
@@ -21,6 +22,9 @@ class Platform(Protocol):
 
     @property
     def shards(self) -> tuple[Shard, ...]: ...
+
+    @property
+    def consumers(self) -> Keeper: ...
 
     def opened(self) -> tuple[Shard, ...]: ...
 
@@ -45,6 +49,10 @@ class QueueShards:
 
     def databases(self) -> list[Database]:
         return [self._source] if isinstance(self._source, Database) else [shard.database for shard in self._shards()]
+
+    def keep(self, running: AnyRunning) -> AnyRunning:
+        """Let the close of a platform or a shard stop workers before their connections are closed. Gives them."""
+        return running if isinstance(self._source, Database) else self._source.consumers.keep(running)
 
     def _table(self, shard: Shard | None) -> QueueTable:
         table = self._tables.get(shard)

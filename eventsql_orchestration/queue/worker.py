@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from typing import Final, TypeAlias
 
 from eventsql_orchestration.consuming.dead_letter_values import describe
 from eventsql_orchestration.consuming.handlers import call_handler
 from eventsql_orchestration.consuming.lost_connections import LostConnections
+from eventsql_orchestration.consuming.running import Running
 from eventsql_orchestration.consuming.tracebacks import logger_of_errors
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.load import disk_is_full
@@ -27,7 +28,7 @@ from eventsql_orchestration.queue.held_messages import HeldMessages
 from eventsql_orchestration.queue.message_queue import MessageQueue
 from eventsql_orchestration.queue.values import Message
 from eventsql_orchestration.retry import LONGEST_AWAY, doubled, pause_while_away
-from eventsql_orchestration.threads import join_all, others_alive, start_thread
+from eventsql_orchestration.threads import join_all, start_thread
 from eventsql_orchestration.validation import check_seconds
 
 logger = logger_of_errors(__name__)
@@ -77,7 +78,7 @@ def reason_of(error: BaseException) -> str:
     return describe(error)[:_LONGEST_REASON]
 
 
-class QueueWorkers:
+class QueueWorkers(Running):
     """Running workers of a queue; `Queue.work` starts them. A context manager that stops them at its end."""
 
     def __init__(
@@ -129,26 +130,25 @@ class QueueWorkers:
         A handler that goes on after `timeout` seconds keeps its message, with heartbeats, until it ends. If a handler
         calls this, the call returns at once, and says whether the other workers have ended.
         """
+        return super().stop(timeout)
+
+    def stop_soon(self) -> None:
         self._stop.set()
         with self._lock:
             self._subscriptions.close()
         for wake in self._wakes:
             wake.set()
-        if threading.current_thread() in self._threads:
-            return not others_alive(self._threads)
-        deadline = time.monotonic() + timeout
+
+    def threads(self) -> Collection[threading.Thread]:
+        return self._threads
+
+    def _end(self, deadline: float) -> bool:
         join_all(self._threads, deadline)
         if self.running:
             return False
         if self._heart is not None:
             self._heart.join(max(0.0, deadline - time.monotonic()))
         return True
-
-    def __enter__(self) -> QueueWorkers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
 
     # The threads
 

@@ -30,6 +30,7 @@ from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.consuming.consumers import Consumers
 from eventsql_orchestration.consuming.dead_letters import DeadLetterCause, DeadLetters
 from eventsql_orchestration.consuming.lag import LagReader
+from eventsql_orchestration.consuming.running import Running
 from eventsql_orchestration.consuming.snapshot_reader import SnapshotReader
 from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.errors import EventSQLError, ValidationError
@@ -226,6 +227,7 @@ class Face:
             DeadLetters: lambda: self.one.dead_letters,
             Store: lambda: Store(self.one.database),
             Consumers: lambda: self.one.consumers,
+            Running: self.consumption,
             psycopg.Connection: self.connection,
             NewMessage: lambda: NewMessage(b"{}"),
             Views: lambda: self.views,

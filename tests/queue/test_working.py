@@ -16,7 +16,7 @@ from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.errors import DatabaseBusyError, DatabaseUnavailableError, ValidationError
 from eventsql_orchestration.queue import Message, Queue, held_messages
 from eventsql_orchestration.queue.worker import Handler
-from eventsql_orchestration.threads import start_thread
+from eventsql_orchestration.threads import in_thread, start_thread
 from tests.effects import DISK_IS_FULL, MuteError, stand_still, take_too_long
 from tests.fixtures import Terminate, Until
 from tests.waiting import PATIENCE
@@ -291,6 +291,29 @@ def test_a_stop_finishes_the_message_at_hand_and_spends_no_receive_of_the_others
     assert effects(platform) == [b"1"]
     left = [(message.body, message.receives, message.receipt) for message in queue.receive(max_messages=5)]
     assert sorted(left) == [(b"2", 2, 2), (b"3", 2, 2)]
+
+
+@pytest.mark.parametrize("of_shard", [False, True])
+def test_closing_a_platform_or_a_shard_lets_workers_finish_the_message_at_hand(
+    dsn: str, until: Until, *, of_shard: bool
+) -> None:
+    with EventSQL(dsn) as platform:
+        with platform.database.connection() as connection:
+            connection.execute("CREATE TABLE public.effect (body bytea)")
+        (shard,) = platform.shards
+        queue, slow = Queue(shard if of_shard else platform, "once", max_receives=1), Slow()
+        queue.send_all([b"1", b"2"])
+        workers = queue.work(slow, workers=2, max_messages=2)
+        assert slow.begun.wait(60)
+        closing = in_thread("close", shard.close if of_shard else platform.close)
+        until(lambda: closing.done() or [each.is_alive() for each in workers.threads()].count(True) == 1)
+        slow.go_on.set()
+        assert closing.result(60)
+        assert (workers.running, workers.handled, workers.failed) == (False, 1, 0)
+
+    with EventSQL(dsn) as platform:
+        assert effects(platform) == [b"1"]
+        assert [message.body for message in Queue(platform, "once").receive(max_messages=5)] == [b"2"]
 
 
 def test_a_worker_that_lost_its_message_leaves_no_effects(platform: EventSQL, queue: Queue) -> None:
