@@ -36,7 +36,7 @@ class Collector:
         """Give one event. Its acknowledgement is done when the event is committed or has failed."""
         check_publication(publication)
         if timeout is not None:
-            check_seconds("timeout", timeout, zero=True)
+            timeout = check_seconds("timeout", timeout, zero=True)
         event = self._lanes.assign(publication, self._registry.cached_topic(publication.topic))
         acknowledgement = Acknowledgement()
         self._lanes.put(event, acknowledgement, timeout=timeout)
@@ -117,7 +117,7 @@ class Acknowledgement:
 
     def _await(self, timeout: float | None) -> Placements | Exception:
         if timeout is not None:
-            check_seconds("timeout", timeout, zero=True)
+            timeout = check_seconds("timeout", timeout, zero=True)
         while (outcome := self._outcome) is None:
             self._wait(timeout)
         return outcome

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -427,6 +428,17 @@ def test_a_thread_waits_while_as_many_events_wait_as_may(
             assert not third.done()
         third.result(PATIENCE).result(PATIENCE)
     assert len(log(platform)) == 3
+
+
+def test_timeouts_may_be_lengths_of_time(opened: Open, hold: Hold) -> None:
+    publisher, moment = opened(max_pending_events=1), timedelta(milliseconds=1)
+    with hold():
+        waiting = publisher.publish(order(b""))
+        with pytest.raises(DatabaseBusyError):
+            publisher.publish(order(b""), timeout=moment)  # type: ignore[arg-type]  # as other methods take it
+        for wait in (waiting.result, waiting.exception):
+            with pytest.raises(TimeoutError):
+                wait(timeout=moment)  # type: ignore[arg-type]  # as other methods take it
 
 
 def test_memory_is_bounded_however_many_threads_publish(platform: EventSQL, opened: Open, hold: Hold) -> None:
