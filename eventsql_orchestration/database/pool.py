@@ -18,6 +18,7 @@ from sqlalchemy.engine import URL
 from sqlalchemy.pool import PoolProxiedConnection, QueuePool
 
 from eventsql_orchestration.database.connections import UTF8, Connection
+from eventsql_orchestration.database.fair_pool import FairPool
 from eventsql_orchestration.database.sessions import ISOLATION, is_fresh, watch
 from eventsql_orchestration.database.urls import connect_arguments, render
 from eventsql_orchestration.errors import ClosedError
@@ -61,6 +62,7 @@ class Pool:
         self.engine: Final = sqlalchemy.create_engine(
             # An engine shows its URL, so the parts of the database's URL are in `connect_args`.
             "postgresql+psycopg://",
+            poolclass=FairPool,
             isolation_level="AUTOCOMMIT",
             pool_size=size - self._most_spares,
             max_overflow=overflow if overflow < 0 else overflow + self._most_spares,

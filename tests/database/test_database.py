@@ -263,10 +263,63 @@ def test_a_thread_that_waits_in_the_pool_gets_a_connection_that_could_be_kept_at
             # As if other threads were making connections, which then fail: this wakes nobody.
             overflow, pool._overflow = pool._overflow, pool._max_overflow
             waiting.start()
-            until(lambda: bool(pool._pool.not_empty._waiters))
+            until(lambda: bool(pool._pool._turns))
             pool._overflow = overflow
         waiting.join(10)
         assert not waiting.is_alive()
+
+
+@pytest.mark.parametrize("sqlalchemys", [False, True])
+def test_a_thread_that_waits_for_a_connection_is_served_before_the_thread_that_gave_it_back(
+    dsn: str, until: Until, *, sqlalchemys: bool
+) -> None:
+    served: list[str] = []
+
+    def use(name: str) -> None:
+        with database.core() if sqlalchemys else database.connection():
+            served.append(name)
+
+    with Database(dsn, pool_size=1, max_overflow=0) as database, ThreadPoolExecutor(3) as executor:
+        pool: Any = database.engine.pool
+        with database.connection():
+            waiting = []
+            for name in ["first", "second", "third"]:
+                waiting.append(executor.submit(use, name))
+                until(lambda: len(pool._pool._turns) == len(waiting))
+        use("again")
+        for each in waiting:
+            each.result(PATIENCE)
+    assert served == ["first", "second", "third", "again"]
+
+
+def test_a_thread_whose_time_is_up_leaves_its_turn_to_the_next_one(dsn: str, until: Until) -> None:
+    with Database(dsn, pool_size=1, max_overflow=0) as database, ThreadPoolExecutor(2) as executor:
+        pool: Any = database.engine.pool
+        with database.connection() as connection:
+            timeout, pool._timeout = pool._timeout, 0.2
+            impatient = executor.submit(pid_of, database)
+            until(lambda: bool(pool._pool._turns) or impatient.done())
+            pool._timeout = timeout
+            waiting = executor.submit(pid_of, database)
+            assert isinstance(impatient.exception(PATIENCE), DatabaseBusyError)
+            until(lambda: bool(pool._pool._turns))
+            pid = connection.info.backend_pid
+        assert waiting.result(PATIENCE) == pid
+
+
+def test_no_connection_is_closed_that_a_waiting_thread_will_take(dsn: str, until: Until) -> None:
+    with Database(dsn, pool_size=1, max_overflow=1) as database, ThreadPoolExecutor(2) as executor:
+        pool: Any = database.engine.pool
+        with ExitStack() as taken:
+            connections = [taken.enter_context(database.connection()) for _ in range(2)]
+            waiting = [executor.submit(pid_of, database) for _ in range(2)]
+            until(lambda: len(pool._pool._turns) == 2)
+            # No waiting thread runs until both connections are given back.
+            with pool._pool.mutex:
+                taken.close()
+                assert not any(connection.closed for connection in connections)
+        for each in waiting:
+            each.result(PATIENCE)
 
 
 def test_no_connection_is_kept_at_hand_where_there_are_few_or_while_somebody_may_wait_for_one(dsn: str) -> None:
