@@ -65,7 +65,8 @@ def _leave_to_parent(engine: Engine) -> None:
 class _Pooled:
     """A part of the storage, with the connections of `engine`.
 
-    The parts look for columns and tables of later versions only until they have found them, not at each access.
+    The parts look for tables, columns and indexes of later versions only until they have found them, not at each
+    access.
     """
 
     _engine: Engine
@@ -103,6 +104,20 @@ class _EventLogStorage(_Pooled, PostgresEventLogStorage):
 
 class _ScheduleStorage(_Pooled, PostgresScheduleStorage):
     _has_instigators = False
+
+    def __init__(self, url: str, engine: Engine) -> None:
+        super().__init__(url, engine)
+        self._built: set[str] = set()
+
+    def has_instigators_table(self) -> bool:
+        # Dagster takes a connection to ask.
+        return self._has_instigators or super().has_instigators_table()
+
+    def has_built_index(self, migration_name: str) -> bool:
+        # Dagster lists the tables that it can see. PostgreSQL reads all tables of the database for this list.
+        if migration_name not in self._built and super().has_built_index(migration_name):
+            self._built.add(migration_name)
+        return migration_name in self._built
 
     def _has_instigators_table(self, conn: Connection) -> bool:
         self._has_instigators = self._has_instigators or super()._has_instigators_table(conn)

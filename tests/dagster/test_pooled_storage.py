@@ -158,16 +158,31 @@ def test_tables_are_created_where_they_are_missing(dsn: str, platform: EventSQL)
     storage.run_storage.dispose()
 
 
+def test_a_look_at_a_sensors_state_is_one_statement(
+    instance: dg.DagsterInstance,
+) -> None:
+    said: list[str] = []
+    taken: list[object] = []
+    storage: Any = instance.schedule_storage
+    assert instance.get_instigator_state("origin", "selector") is None
+
+    sa.event.listen(storage._engine, "before_cursor_execute", lambda _, __, statement, *___: said.append(statement))
+    sa.event.listen(storage._engine, "checkout", lambda connection, *_: taken.append(connection))
+    assert instance.get_instigator_state("origin", "selector") is None
+    assert len(said) == len(taken) == 1, said
+
+
 def test_a_column_that_a_migration_adds_is_seen(instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch) -> None:
     runs: Any = instance.run_storage
     events: Any = instance.event_log_storage
-    for owner, name, arguments in (
-        (SqlRunStorage, "has_run_stats_index_cols", ()),
-        (SqlEventLogStorage, "has_asset_key_col", ("column",)),
+    schedules: Any = instance.schedule_storage
+    for owner, storage, name, arguments in (
+        (SqlRunStorage, runs, "has_run_stats_index_cols", ()),
+        (SqlEventLogStorage, events, "has_asset_key_col", ("column",)),
+        (SqlScheduleStorage, schedules, "has_built_index", ("index",)),
     ):
         answers = iter([False, True])
         monkeypatch.setattr(owner, name, lambda *_, answers=answers: next(answers))
-        storage = runs if owner is SqlRunStorage else events
         assert [getattr(storage, name)(*arguments) for _ in range(4)] == [False, True, True, True]
 
 
@@ -179,6 +194,8 @@ def test_the_storages_still_have_the_private_names_that_are_replaced(dsn: str) -
         assert isinstance(vars(vars(storage)[part])["_engine"], sa.Engine)
     assert callable(SqlRunStorage.has_run_stats_index_cols)
     assert callable(SqlEventLogStorage.has_asset_key_col)
+    assert callable(SqlScheduleStorage.has_built_index)
+    assert callable(SqlScheduleStorage.has_instigators_table)
     assert callable(SqlScheduleStorage._has_instigators_table)
 
 
