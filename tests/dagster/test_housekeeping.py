@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import fields
 from datetime import UTC, datetime, timedelta
@@ -91,6 +92,26 @@ def test_finished_runs_of_a_kind_are_deleted_with_their_events(instance: dg.Dags
     assert delete_runs(instance, HOUSEKEEPING_INTERNAL, before=later, page=1) == 2, "more than a page"
     assert ids(instance) == {*others, running.run_id}
     assert not list(instance.all_logs(own[0]))
+
+
+def test_logs_that_another_location_deletes_at_the_same_moment_fail_nothing(
+    shared_instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        execute(shared_instance, HOUSEKEEPING_INTERNAL)
+    remove = shutil.rmtree
+    removed: list[str] = []
+
+    def remove_second(directory: str) -> None:
+        """Dagster has seen that the directory is there. Another location is faster."""
+        remove(directory)
+        removed.append(directory)
+        remove(directory)
+
+    monkeypatch.setattr(shutil, "rmtree", remove_second)
+    later = datetime.now(UTC) + timedelta(seconds=1)
+    assert delete_runs(shared_instance, HOUSEKEEPING_INTERNAL, before=later) == len(removed) == 2
+    assert not ids(shared_instance)
 
 
 def test_runs_from_before_the_tag_was_renamed_are_deleted(instance: dg.DagsterInstance) -> None:
