@@ -11,7 +11,7 @@ from eventsql_orchestration.database.rows import fetch_all
 
 def lost(connection: Connection, live: tuple[str, str], new: tuple[str, str]) -> list[str]:
     """The objects of a live table that the new table lacks, such as triggers. Tables are a schema and a name."""
-    values = {"in_schema": live[0], "table": live[1], "shadow": new[0], "shadow_table": new[1]}
+    values = {"live": sql.Identifier(*live).as_string(connection), "made": sql.Identifier(*new).as_string(connection)}
     return [what for (what,) in fetch_all(connection, Queries("replaced_tables", live[0])("lost"), values)]
 
 

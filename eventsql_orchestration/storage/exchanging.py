@@ -112,9 +112,11 @@ class Exchange:
 
         Call it with writers kept away. An index-only scan fetches rows of a page that is not all-visible any more.
         """
-        for setting in ("enable_seqscan", "enable_bitmapscan"):
-            connection.execute(f"SET LOCAL {setting} TO off")
-        (plans,) = fetch_one(connection, self._query("counted_by_index"), prepare=False)
+        # The settings end with the savepoint. With them, the server would compile later statements of the transaction.
+        with connection.transaction(force_rollback=True):
+            for setting in ("enable_seqscan", "enable_bitmapscan"):
+                connection.execute(f"SET LOCAL {setting} TO off")
+            (plans,) = fetch_one(connection, self._query("counted_by_index"), prepare=False)
         return _heap_fetches(plans[0]["Plan"]) == 0
 
     def is_published(self, connection: Connection) -> bool:

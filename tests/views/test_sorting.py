@@ -195,6 +195,21 @@ def test_a_second_process_leaves_a_partition_that_is_being_sorted(
     assert sorted(content(tracking)) == sorted(before)
 
 
+def test_the_steps_after_the_look_at_the_index_are_planned_as_ever(
+    views: Views, tracking: LogsView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where whole tables may not be scanned, the server compiles small statements, which takes it a second."""
+    copy, found = Exchange.copy, list[tuple[str] | None]()
+
+    def copied(self: Exchange, connection: Connection, *args: Any, **names: Any) -> Any:
+        found.extend(connection.execute(f"SHOW enable_{name}").fetchone() for name in ("seqscan", "bitmapscan"))
+        return copy(self, connection, *args, **names)
+
+    monkeypatch.setattr(Exchange, "copy", copied)
+    assert views.sort(now=NEXT_DAY) == done(1)
+    assert found == [("on",), ("on",)]
+
+
 def test_a_line_between_the_vacuum_and_the_lock_is_not_seen_too_early(
     database: Database, views: Views, tracking: LogsView, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,22 +19,15 @@ WHERE c.oid = %(relation)s::regclass AND granted.grantee <> c.relowner;
 -- lost -- The row security, policies, triggers, rules and publications of a table that its replacement lacks, each by its
 -- name.
 WITH belongings AS (
-    SELECT c.oid, 'row security' AS what FROM pg_class c WHERE c.relrowsecurity OR c.relforcerowsecurity
+    SELECT c.oid AS relation, 'row security' AS what FROM pg_class c WHERE c.relrowsecurity OR c.relforcerowsecurity
     UNION ALL SELECT p.polrelid, 'policy ' || p.polname FROM pg_policy p
     UNION ALL SELECT t.tgrelid, 'trigger ' || t.tgname FROM pg_trigger t WHERE NOT t.tgisinternal
     UNION ALL SELECT r.ev_class, 'rule ' || r.rulename FROM pg_rewrite r
     UNION ALL
     SELECT m.prrelid, 'publication ' || p.pubname FROM pg_publication_rel m JOIN pg_publication p ON p.oid = m.prpubid
 )
-SELECT held.what
-FROM belongings held
-JOIN pg_class c ON c.oid = held.oid
-JOIN pg_namespace n ON n.oid = c.relnamespace
-WHERE n.nspname = %(in_schema)s AND c.relname = %(table)s
-  AND NOT EXISTS (
-      SELECT FROM belongings made
-      JOIN pg_class s ON s.oid = made.oid
-      JOIN pg_namespace m ON m.oid = s.relnamespace
-      WHERE m.nspname = %(shadow)s AND s.relname = %(shadow_table)s AND made.what = held.what
-  )
-ORDER BY held.what;
+SELECT live.what
+FROM belongings live
+WHERE live.relation = to_regclass(%(live)s)
+  AND NOT EXISTS (SELECT FROM belongings made WHERE made.relation = to_regclass(%(made)s) AND made.what = live.what)
+ORDER BY live.what;
