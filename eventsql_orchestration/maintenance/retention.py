@@ -228,7 +228,9 @@ class Retainer:
             existing = segments.segments(connection, schema, topic.name) or []
             if (segment := self._to_close(connection, topic, existing, newest)) is not None:
                 segments.roll(connection, schema, topic.name, segment)
-            segments.ensure_ahead(connection, schema, topic.name)
+            # A full disk has no room for another segment until this run has dropped one.
+            with suppress(psycopg.errors.DiskFull), connection.transaction():
+                segments.ensure_ahead(connection, schema, topic.name)
             return segments.newest_id(connection, schema, topic.name)
 
     def _to_close(self, connection: Connection, topic: Topic, existing: list[Segment], newest: int) -> Segment | None:

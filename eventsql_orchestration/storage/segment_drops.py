@@ -107,14 +107,27 @@ class SegmentDrops:
         Raises the driver's `QueryCanceled` or `LockNotAvailable` if a transaction reads the segment for too long.
         """
         look = _Look(segment.start, segment.end, segment.in_blocks, newest)
-        self._mark(connection, segment, json.dumps(asdict(look)))
         try:
+            self._mark(connection, segment, json.dumps(asdict(look)))
             self._detach(connection, segment)
+        except psycopg.errors.DiskFull:
+            # A mark and a detach write rows of the catalog. A drop only deletes some, and makes room.
+            return self._drop_attached(connection, segment, newest)
         except BaseException as error:
             with suppress(psycopg.Error):
                 self._unmark(connection, segment, error)
             raise
         return self._end(connection, segment, newest)
+
+    def _drop_attached(self, connection: Connection, segment: Segment, newest: int) -> bool:
+        """Drop a segment while readers and writers of the log wait. False if it has an event after `newest`."""
+        with connection.transaction():
+            self._alter(connection, segment.table, "LOCK TABLE {log} IN ACCESS EXCLUSIVE MODE", log=segment.log)
+            last = self.newest(connection, segment)
+            if last is not None and last.offset > newest:
+                return False
+            self._alter(connection, segment.table, "DROP TABLE {segment}")
+        return True
 
     def finish(self, connection: Connection, *, force: bool) -> None:
         """End the drops that earlier runs have begun. `force` drops segments that were written to as well. Raises as

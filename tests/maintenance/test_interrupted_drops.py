@@ -386,3 +386,35 @@ def test_a_segment_whose_events_are_not_committed_yet_is_kept(
         writing.commit()
         assert retaining.result()[0].segments == 0
     assert consume(platform, "all") == 25
+
+
+def fill_disk(session: Connection, command: str) -> None:
+    """Let commands of a kind find the server's disk full."""
+    session.execute(
+        "CREATE FUNCTION public.find_disk_full() RETURNS event_trigger LANGUAGE plpgsql AS 'BEGIN RAISE disk_full; END'"
+    )
+    session.execute(
+        f"CREATE EVENT TRIGGER full_disk ON ddl_command_start WHEN TAG IN ('{command}') "
+        "EXECUTE FUNCTION public.find_disk_full()"
+    )
+
+
+@pytest.mark.parametrize("command", ["CREATE TABLE", "COMMENT", "ALTER TABLE"])
+def test_retention_makes_room_on_a_full_disk(platform: EventSQL, session: Connection, command: str) -> None:
+    retained(platform, events=10)
+    last = last_before(platform, 40)
+    fill_disk(session, command)
+    (dropped,) = platform.retention.run_once()
+    assert (dropped.segments, dropped.upto) == (4, last)
+    assert first(platform) == last + 1
+
+
+def test_a_segment_that_was_written_to_late_is_kept_on_a_full_disk_too(
+    platform: EventSQL, session: Connection, written_to_late: Late
+) -> None:
+    written_to_late(lambda: fill_disk(session, "ALTER TABLE"))
+    (kept,) = platform.retention.run_once()
+    assert kept.segments == 0
+    session.execute("DROP EVENT TRIGGER full_disk")
+    platform.retention.run_once()
+    assert consume(platform, "all") == 3
