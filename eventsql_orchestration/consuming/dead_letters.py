@@ -157,11 +157,13 @@ class DeadLetters:
         self, topic: str, letters: LetterFilter | None = None, *, limit: int | None = None, again: bool = False
     ) -> int:
         """See `ClusterDeadLetters.redrive`."""
-        return self._settle(topic, letters or LetterFilter(), limit=limit, again=again)
+        with self._database.by_admin():
+            return self._settle(topic, letters or LetterFilter(), limit=limit, again=again)
 
     def dismiss(self, topic: str, letters: LetterFilter | None = None, *, limit: int | None = None) -> int:
         """See `ClusterDeadLetters.dismiss`."""
-        return self._settle(topic, letters or LetterFilter(), limit=limit, dismissed=True)
+        with self._database.by_admin():
+            return self._settle(topic, letters or LetterFilter(), limit=limit, dismissed=True)
 
     def _settle(
         self, topic: str, wanted: LetterFilter, *, limit: int | None, again: bool = False, dismissed: bool = False

@@ -22,7 +22,7 @@ from eventsql_orchestration.database.connections import (
     plain_cursors,
     readable_times,
 )
-from eventsql_orchestration.database.grants import may_not_migrate, permission_error
+from eventsql_orchestration.database.grants import ADMIN, may_not_migrate, permission_error
 from eventsql_orchestration.database.installation import CurrentRole, has_tables, revision_of
 from eventsql_orchestration.database.pool import Pool, plain
 from eventsql_orchestration.database.queries import statement
@@ -34,6 +34,7 @@ from eventsql_orchestration.errors import (
     ConfigurationError,
     DatabaseUnavailableError,
     EventSQLError,
+    PermissionDeniedError,
     SchemaOutdatedError,
 )
 from eventsql_orchestration.forks import ProcessLock
@@ -279,6 +280,19 @@ class Database:
                 role, held = connection.info.user, frozenset()
             return permission_error(describe(error), str(self), role, prefix, held)
         return translate_own(error, str(self), self.schema)
+
+    @checks_itself
+    @contextmanager
+    def by_admin(self) -> Iterator[None]:
+        """Raise a refusal in the block, which is the work of the admin role, as an error that names this role alone."""
+        try:
+            yield
+        except PermissionDeniedError as error:
+            cause = driver_error(error.__cause__) if error.__cause__ is not None else None
+            if not isinstance(cause, psycopg.Error) or self._role is None or ADMIN in self._role.kinds:
+                raise
+            role, prefix = self._role_names()
+            raise permission_error(describe(cause), str(self), role, prefix, by_admin=True) from error.__cause__
 
     def ensure_schema(self) -> None:
         """Check once that the tables are there and not older than this package; migrate them if `migrate` is set.

@@ -313,17 +313,20 @@ def rights_on_log(role: Role, log: Log, letters: str) -> Iterator[sql.Composed]:
 
 
 def permission_error(
-    detail: str, where: str, role: str | None, prefix: str | None, held: Collection[str] = ()
+    detail: str, where: str, role: str | None, prefix: str | None, held: Collection[str] = (), *, by_admin: bool = False
 ) -> PermissionDeniedError:
     """The error for a right that the current role lacks. `detail` is the server's message.
 
     `role` is the current role, as far as it is known. `prefix` begins the names of this installation's roles; None
-    if it has no roles. The role has the rights of the kinds in `held`, so it lacks another right.
+    if it has no roles. The role has the rights of the kinds in `held`, so it lacks another right. With `by_admin`, the
+    call is the admin's: it needs further rights than the one that was missing first.
     """
     found = _OBJECT.search(detail)
     kind, name = (found["kind"], found["name"]) if found is not None else ("", None)
     to = f'"{role}"' if role else "it"
-    if found is None or kind == "schema":
+    if by_admin:
+        advice = f"only the admin may do this: `GRANT {prefix or DEFAULT_PREFIX}_{ADMIN} TO {to}`"
+    elif found is None or kind == "schema":
         # The server speaks another language, or each kind has this right: the kind that the role needs is not known.
         kinds = ", ".join(each for each in KINDS if each != "reader")
         advice = (

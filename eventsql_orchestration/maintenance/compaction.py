@@ -109,7 +109,7 @@ class Compactor:
     def execute(self, topic: str) -> Compaction:
         """See `ClusterCompactor.execute`."""
         wanted = self._in_blocks(topic)
-        with self._database.dedicated() as connection:
+        with self._database.by_admin(), self._database.dedicated() as connection:
             return self._compact(connection, wanted, after=0)
 
     def run_once(self) -> list[Compaction]:

@@ -108,9 +108,11 @@ class Repartitioner:
                 return None
             # Do as much as possible before publishers have to wait.
             finish()
-            self._transfer.run_once([topic])
+            with self._database.by_admin():
+                self._transfer.run_once([topic])
             try:
-                changed = self._attempt(topic, partitions)
+                with self._database.by_admin():
+                    changed = self._attempt(topic, partitions)
             except (DatabaseBusyError, TooManyBufferedError) as error:
                 if not retry.lasts():
                     raise _busy(found, error) from error

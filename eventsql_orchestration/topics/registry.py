@@ -100,7 +100,7 @@ class Registry:
         if not log_table.is_usable_name(topic.name):
             raise InvalidNameError(f"topic name {topic.name!r} is not usable: the platform has a table of that name")
 
-        with self._database.core() as connection:
+        with self._database.by_admin(), self._database.core() as connection:
             has_roles = role_statements.act_as_owner(driver_connection(connection), self._database.schema)
             lock_registry(connection)
             refuse_capitals(connection, topic.name)
@@ -191,7 +191,7 @@ class Registry:
 
     def set_retention(self, name: str, retention: Retention | None) -> None:
         """See `ClusterRegistry.set_retention`."""
-        with self._database.core() as connection:
+        with self._database.by_admin(), self._database.core() as connection:
             lock_registry(connection)
             _keep(connection, existing_topic(connection, name), retention or Retention())
         self.forget(name)
@@ -201,14 +201,16 @@ class Registry:
         check_choice("storage", storage, STORAGES)
         if Topic(name, storage=storage).storage == self.topic(name).storage:
             return False
-        changed = change_storage(self._database, name, storage, timeout=timeout)
+        with self._database.by_admin():
+            changed = change_storage(self._database, name, storage, timeout=timeout)
         self.forget(name)
         return changed
 
     def set_compression(self, name: str, compression: Compression, *, timeout: float = RETRY_SECONDS) -> bool:
         """See `ClusterRegistry.set_compression`."""
         check_choice("compression", compression, COMPRESSIONS)
-        changed = change_compression(self._database, name, compression, timeout=timeout)
+        with self._database.by_admin():
+            changed = change_compression(self._database, name, compression, timeout=timeout)
         self.forget(name)
         return changed
 
@@ -221,7 +223,7 @@ class Registry:
         """See `ClusterRegistry.unregister_topic`."""
         # Refuse an unknown topic before anything is locked.
         self.topic(name)
-        with self._database.core() as connection:
+        with self._database.by_admin(), self._database.core() as connection:
             lock_registry(connection)
             lock_topic(connection, name)
             driver, schema = driver_connection(connection), self._database.schema
@@ -263,7 +265,7 @@ class Registry:
         if filtered is not None:
             stored["eql_filter"] = filtered.as_json() if isinstance(filtered, EventFilter) else null()
 
-        with self._database.core() as connection:
+        with self._database.by_admin(), self._database.core() as connection:
             lock_registry(connection)
             topic = existing_topic(connection, consumer.topic)
             if consumer.partitioned and not topic.partitioned:
@@ -298,12 +300,13 @@ class Registry:
 
     def unregister_consumer(self, topic: str, name: str) -> None:
         """See `ClusterRegistry.unregister_consumer`."""
-        self.consumer(topic, name)
-        with self._database.core() as connection:
-            check_not_held(driver_connection(connection), self._database.schema, "delivery", topic, name)
-            consumer_states(connection, topic, name, lock=True)
-            # The trigger `consumer_forgotten` deletes its claims.
-            connection.execute(delete(tables.consumer).where(_c.eql_topic == topic, _c.eql_name == name))
+        with self._database.by_admin():
+            self.consumer(topic, name)
+            with self._database.core() as connection:
+                check_not_held(driver_connection(connection), self._database.schema, "delivery", topic, name)
+                consumer_states(connection, topic, name, lock=True)
+                # The trigger `consumer_forgotten` deletes its claims.
+                connection.execute(delete(tables.consumer).where(_c.eql_topic == topic, _c.eql_name == name))
 
     def pause(self, topic: str, name: str) -> None:
         """See `ClusterRegistry.pause`."""
@@ -319,10 +322,12 @@ class Registry:
             connection.execute(resumed, {"topic": topic, "consumer": name}, prepare=False)
 
     def _set(self, topic: str, name: str, **values: object) -> None:
-        self.consumer(topic, name)
-        with self._database.core() as connection:
-            consumer_states(connection, topic, name, lock=True)
-            connection.execute(update(tables.consumer).where(_c.eql_topic == topic, _c.eql_name == name).values(values))
+        change = update(tables.consumer).where(_c.eql_topic == topic, _c.eql_name == name).values(values)
+        with self._database.by_admin():
+            self.consumer(topic, name)
+            with self._database.core() as connection:
+                consumer_states(connection, topic, name, lock=True)
+                connection.execute(change)
 
 
 def default_storage(topic: str) -> Storage:

@@ -11,10 +11,11 @@ import pytest
 from psycopg import sql
 from sqlalchemy import make_url
 
-from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
+from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Retention, Topic
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.database import Connection, grants
 from eventsql_orchestration.errors import ConsumerNotFoundError, EventSQLError, PermissionDeniedError
+from eventsql_orchestration.model import ROWS
 from tests.forms import stored
 
 if TYPE_CHECKING:
@@ -413,18 +414,39 @@ def test_a_refusal_in_another_language_does_not_call_for_the_admins_rights(said:
     assert all(kind in advice for kind in grants.KINDS)
 
 
+WORK_OF_THE_ADMIN: Final[dict[str, Callable[[EventSQL], object]]] = {
+    "a new topic": lambda p: p.registry.register_topic(Topic("refunds")),
+    "a topic that is there": lambda p: p.registry.register_topic(Topic("orders", 2)),
+    "a deletion": lambda p: p.registry.unregister_topic("orders", force=True),
+    "a retention": lambda p: p.registry.set_retention("orders", Retention(events=1)),
+    "another form": lambda p: p.registry.set_storage("orders", ROWS),
+    "another compression": lambda p: p.registry.set_compression("orders", "pglz"),
+    "other partitions": lambda p: p.repartitioner.repartition("orders", 5),
+    "a compaction": lambda p: p.compactor.execute("orders"),
+    "a new consumer": lambda p: p.registry.register_consumer(Consumer("orders", "printer")),
+    "a deleted consumer": lambda p: p.registry.unregister_consumer("orders", "mailer"),
+    "a pause": lambda p: p.registry.pause("orders", "mailer"),
+    "redriven letters": lambda p: p.dead_letters.redrive("orders"),
+    "dismissed letters": lambda p: p.dead_letters.dismiss("orders"),
+}
+
+
 @pytest.mark.parametrize("role", ["reader", "publisher", "consumer", "transfer"])
-def test_a_refusal_names_no_role_whose_rights_on_the_object_the_login_has(as_: As, prefix: str, role: str) -> None:
+@pytest.mark.parametrize("work", WORK_OF_THE_ADMIN)
+def test_a_refusal_of_the_admins_work_names_the_admin_alone(as_: As, prefix: str, role: str, work: str) -> None:
     platform = as_(role)
     with pytest.raises(PermissionDeniedError) as raised:
-        platform.registry.register_topic(Topic("refunds"))
+        WORK_OF_THE_ADMIN[work](platform)
     assert re.findall(r"GRANT (\w+) TO", str(raised.value)) == [f"{prefix}_admin"]
 
 
-def test_a_refusal_names_the_sole_role_that_may_register_a_consumer(as_: As, prefix: str) -> None:
+def test_a_refusal_names_no_role_whose_rights_on_the_object_the_login_has(as_: As, prefix: str) -> None:
     with pytest.raises(PermissionDeniedError) as raised:
-        as_("consumer").registry.register_consumer(Consumer("orders", "printer"))
-    assert re.findall(r"GRANT (\w+) TO", str(raised.value)) == [f"{prefix}_admin"]
+        as_("sender").dead_letters.list("orders")
+    assert f"`GRANT {prefix}_sender TO" not in str(raised.value)
+    assert f"`GRANT {prefix}_reader TO" in str(raised.value)
+    advice = str(grants.permission_error("permission denied for table topic", "here", "app", "shop", {"publisher"}))
+    assert re.findall(r"GRANT (\w+) TO", advice) == ["shop_admin"]
 
 
 @pytest.mark.parametrize("view", ["view_event", "view_event_count", "view_moves"])
