@@ -59,7 +59,7 @@ __pycache__/
 It needs Python 3.11 or newer. In this directory, install it with its dependencies, into an environment of its own:
 
 ```
-python -m venv .venv
+python3 -m venv .venv
 . .venv/bin/activate
 pip install --editable . pytest
 ```
