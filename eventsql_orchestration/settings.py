@@ -47,7 +47,7 @@ class Settings(BaseSettings):
     )
     home: Path = Field(
         default=Path(".eventsql"),
-        description="The directory of the embedded server, the Java shim and Dagster's instance.",
+        description="The directory of the embedded server, the start script of Java, and Dagster's instance.",
     )
 
     @field_validator("dsn", mode="before")

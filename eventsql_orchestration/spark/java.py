@@ -197,13 +197,13 @@ def _shim(runtime: _Runtime, home: Path) -> Path:
         _write_shim(shim, script, runtime.home)
     except OSError as error:
         raise ConfigurationError(
-            f"the Java shim {shim} could not be written: {error.strerror or error}; "
+            f"the start script of Java, {shim}, could not be written: {error.strerror or error}; "
             "make the directory writable, or install Java 17 or 21 and set JAVA_HOME to its directory"
         ) from error
     probed = _probe(shim / "bin" / "java")
     if probed is None or not probed.accepts_vector_module:
         raise ConfigurationError(
-            f"the Java shim {shim} does not run (is its disk mounted noexec?): "
+            f"the start script of Java, {shim}, does not run (is its disk mounted noexec?): "
             "choose another directory, or install Java 17 or 21 and set JAVA_HOME to its directory"
         )
     return shim
