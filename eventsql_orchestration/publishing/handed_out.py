@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, LiteralString, NamedTuple, TypeAlias
 
 ParamStyle: TypeAlias = Literal["pyformat", "named", "numeric_dollar"]
 """`%(key)s`, `:key` or `$1`."""
@@ -13,9 +13,12 @@ _PLACEHOLDER: Final = re.compile(r"%\((\w+)\)s")
 
 
 class Statement(NamedTuple):
-    """SQL and its parameters: a dictionary, or for "numeric_dollar" a tuple."""
+    """SQL and its parameters: a dictionary, or for "numeric_dollar" a tuple.
 
-    sql: str
+    The SQL is of this package alone, and values are parameters. So its type is the one that psycopg demands.
+    """
+
+    sql: LiteralString
     parameters: Any
 
 

@@ -7,13 +7,14 @@ import importlib
 import json
 import runpy
 from pathlib import Path
-from typing import Any
+from typing import Any, LiteralString, get_type_hints
 
 import psycopg
 import pytest
 
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.errors import PartitionOutOfRangeError, ShardError, TopicNotFoundError, ValidationError
+from eventsql_orchestration.publishing.handed_out import Statement
 from tests.shards.conftest import Databases, databases
 
 __all__ = ["databases"]
@@ -111,6 +112,10 @@ def test_each_style_has_the_same_statement(rides: EventSQL) -> None:
     for number, name in enumerate(named.parameters, 1):
         assert named.sql.count(f":{name} ") == pyformat.sql.count(f"%({name})s")
         assert numbered.sql.count(f"${number}:") == pyformat.sql.count(f"%({name})s")
+
+
+def test_the_sql_has_the_type_that_psycopg_demands() -> None:
+    assert get_type_hints(Statement)["sql"] is LiteralString
 
 
 def test_bad_input_is_refused_before_there_is_a_statement(rides: EventSQL) -> None:
