@@ -31,7 +31,7 @@ from eventsql_orchestration.consuming.worker_pool import (
     PollOutcome,
 )
 from eventsql_orchestration.database import Connection, Database, Queries
-from eventsql_orchestration.database.binary import encode_array, encode_bigint, encode_smallint
+from eventsql_orchestration.database.binary import BIGINT, SMALLINT, encode_array, encode_bigint, encode_smallint
 from eventsql_orchestration.database.notifications import Listener
 from eventsql_orchestration.errors import PartitionOutOfRangeError, ValidationError
 from eventsql_orchestration.forks import ProcessSet
@@ -50,10 +50,6 @@ MOST_ROWS: Final = 1_000_000
 
 LAYOUT_SECONDS: Final = 1.0
 """Seconds until a partition checks again whether the others have reached the end of their topic's layout."""
-
-_SMALLINT: Final = 21
-_BIGINT: Final = 20
-"""OIDs of types."""
 
 
 class _UnleasedSource:
@@ -238,8 +234,8 @@ class Consumers:
         constants: dict[str, str | None] = {"topic": topic, "consumer": consumer}
         asking: dict[str, bytes] = {}
         if any(least > 1 for least in asked.values()):
-            asking["partitions"] = encode_array(map(encode_smallint, asked), of=_SMALLINT)
-            asking["least"] = encode_array(map(encode_bigint, asked.values()), of=_BIGINT)
+            asking["partitions"] = encode_array(map(encode_smallint, asked), of=SMALLINT)
+            asking["least"] = encode_array(map(encode_bigint, asked.values()), of=BIGINT)
         else:
             # Without values, the server makes no plan for them. Measured: a look takes 0.25 ms instead of 0.75.
             constants |= {"partitions": None, "least": None}

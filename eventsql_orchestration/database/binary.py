@@ -8,11 +8,21 @@ from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
+BYTEA: Final = 17
+BIGINT: Final = 20
+SMALLINT: Final = 21
+INTEGER: Final = 23
+TEXT: Final = 25
+JSON: Final = 114
+DOUBLE: Final = 701
+TIMESTAMPTZ: Final = 1184
+"""The OIDs of types, by their names in SQL."""
+
 _EPOCH: Final = datetime(2000, 1, 1, tzinfo=UTC)
 
 _MICROSECOND: Final = timedelta(microseconds=1)
 
-_JSON: Final = json.JSONDecoder()
+_decoder: Final = json.JSONDecoder()
 
 _JSONB: Final = b"\x01"
 """The version of jsonb's format."""
@@ -68,4 +78,4 @@ def encode_jsonb(text: str) -> bytes:
 
 def decode_jsonb(raw: bytes | None) -> Any:
     # The server writes no blanks around it. `json.loads` of bytes would take four times as long for a small object.
-    return _JSON.raw_decode((raw or b"")[1:].decode())[0]
+    return _decoder.raw_decode((raw or b"")[1:].decode())[0]

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, cast
 
+from eventsql_orchestration.database.binary import BYTEA, JSON, TEXT
 from eventsql_orchestration.model import Publication
 from eventsql_orchestration.publishing import copy_format
 
@@ -32,10 +33,6 @@ REFERENCE: Final = -3
 
 _COLUMNS: Final = 9
 _BUFFERED_COLUMNS: Final = len(copy_format.BLOCK_COLUMNS) + len(copy_format.BUFFER_COLUMNS)
-BYTEA: Final = 17
-TEXT: Final = 25
-JSON: Final = 114
-"""The types of the elements of arrays: values, keys and metadata."""
 
 _length = struct.Struct(">i").pack
 _array = struct.Struct(">iiiiii")

@@ -10,21 +10,24 @@ import struct
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from itertools import chain, repeat
-from typing import Any, Final
+from typing import Any
 
 import psycopg
 from psycopg.adapt import Dumper
 from psycopg.pq import Format
 
-from eventsql_orchestration.database.binary import ARRAY_HEADER, encode_array, encode_time
+from eventsql_orchestration.database.binary import (
+    ARRAY_HEADER,
+    BIGINT,
+    BYTEA,
+    DOUBLE,
+    INTEGER,
+    TEXT,
+    TIMESTAMPTZ,
+    encode_array,
+    encode_time,
+)
 from eventsql_orchestration.errors import ValidationError
-
-_BIGINT: Final = 20
-_INTEGER: Final = 23
-_TEXT: Final = 25
-_BYTEA: Final = 17
-_FLOAT: Final = 701
-_TIME: Final = 1184
 
 
 class EncodedArray(bytes):
@@ -39,27 +42,28 @@ class _AsItIs(Dumper):
 
 
 def bytes_array(values: Iterable[bytes]) -> EncodedArray:
-    return EncodedArray(encode_array(values, of=_BYTEA))
+    return EncodedArray(encode_array(values, of=BYTEA))
 
 
 def text_array(values: Iterable[str | None]) -> EncodedArray:
-    return EncodedArray(encode_array((None if value is None else value.encode() for value in values), of=_TEXT))
+    return EncodedArray(encode_array((None if value is None else value.encode() for value in values), of=TEXT))
 
 
 def bigint_array(values: Sequence[int]) -> EncodedArray:
-    return _numbers(_BIGINT, "iq", 8, values)
+    return _numbers(BIGINT, "iq", 8, values)
 
 
 def integer_array(values: Sequence[int]) -> EncodedArray:
-    return _numbers(_INTEGER, "ii", 4, values)
+    return _numbers(INTEGER, "ii", 4, values)
 
 
 def float_array(values: Sequence[float]) -> EncodedArray:
-    return _numbers(_FLOAT, "id", 8, values)
+    return _numbers(DOUBLE, "id", 8, values)
 
 
 def time_array(values: Iterable[datetime | None]) -> EncodedArray:
-    return EncodedArray(encode_array((None if value is None else encode_time(value) for value in values), of=_TIME))
+    encoded = (None if value is None else encode_time(value) for value in values)
+    return EncodedArray(encode_array(encoded, of=TIMESTAMPTZ))
 
 
 def decode_bigints(array: bytes) -> list[int]:

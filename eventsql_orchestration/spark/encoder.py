@@ -18,15 +18,13 @@ from typing import Any, Final
 import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
 import pyarrow.compute as pc  # type: ignore[import-untyped]  # it has no types
 
+from eventsql_orchestration.database.binary import BYTEA, JSON, TEXT
 from eventsql_orchestration.errors import InvalidPublicationError, PartitionOutOfRangeError, TopicNotFoundError
 from eventsql_orchestration.model import MAX_KEY_BYTES, NOT_PARTITIONED, check_partition
 from eventsql_orchestration.publishing.block_format import (
-    BYTEA,
-    JSON,
     MOST_BYTES,
     MOST_EVENTS,
     NULL,
-    TEXT,
     EncodedBlock,
     array_field,
 )
