@@ -77,22 +77,18 @@ class _Locked(NamedTuple):
 
 
 class _FailedError(Exception):
-    """A change could not be handled. `before` changes of its batch were handled first, and rolled back with it."""
+    """A change could not be handled. With `one_by_one`, so many changes of its batch are to be handled alone first."""
 
-    def __init__(self, change: RecordedChange, before: int, cause: BaseException) -> None:
+    def __init__(self, change: RecordedChange, cause: BaseException, *, one_by_one: int = 0) -> None:
         super().__init__()
         self.change = change
-        self.before = before
         self.cause = cause
+        self.one_by_one = one_by_one
 
-
-class _CommitFailedError(Exception):
-    """The transaction of these changes could not be committed, or the handler has lost its connection."""
-
-    def __init__(self, changes: list[RecordedChange], cause: BaseException) -> None:
-        super().__init__()
-        self.changes = changes
-        self.cause = cause
+    @classmethod
+    def of_all(cls, changes: list[RecordedChange], cause: BaseException) -> _FailedError:
+        """The transaction of these changes could not be committed, or lost its connection: one of them is to blame."""
+        return cls(changes[0], cause, one_by_one=len(changes) if len(changes) > 1 else 0)
 
 
 @checked
@@ -148,17 +144,10 @@ class Subscription:
         try:
             progress = self._handle(limit)
         except _FailedError as failed:
-            if failed.before:
-                # These succeed again, and then the failing change is the first of its batch.
-                self._one_by_one = failed.before
-                return Progress(more=True)
-            return self._record(failed.change, failed.cause)
-        except _CommitFailedError as failed:
-            if len(failed.changes) > 1:
-                # One of them is to blame.
-                self._one_by_one = len(failed.changes)
-                return Progress(more=True)
-            return self._record(failed.changes[0], failed.cause)
+            if not failed.one_by_one:
+                return self._record(failed.change, failed.cause)
+            self._one_by_one = failed.one_by_one
+            return Progress(more=True)
         self._one_by_one = max(0, self._one_by_one - progress.handled)
         return progress
 
@@ -187,7 +176,7 @@ class Subscription:
                 if reached > after:
                     self._advance(connection, locked, reached, changes)
                 handled = True
-        except (_FailedError, _CommitFailedError):
+        except _FailedError:
             raise
         except errors_of_handler() as error:
             if not changes or connection is None:
@@ -199,7 +188,7 @@ class Subscription:
                 failed = handled and _rejects(error)
             if not failed:
                 raise
-            raise _CommitFailedError(changes, error) from error
+            raise _FailedError.of_all(changes, error) from error
         return Progress(len(changes), more=len(changes) == limit)
 
     def _held(self, connection: Connection) -> AbstractContextManager[None]:
@@ -214,7 +203,8 @@ class Subscription:
             if connection.closed or ends_program(error):
                 raise
             raise_if_disk_is_full(error)
-            raise _FailedError(change, number, error) from error
+            # The changes before it succeed again, and then it is the first of its batch.
+            raise _FailedError(change, error, one_by_one=number) from error
 
     def _lock(self, connection: Connection) -> _Locked | None:
         """Lock the subscription's row; None if another process has it."""
@@ -233,7 +223,7 @@ class Subscription:
         """Move the subscription. Raises if a handler has ended the transaction that locked it, and begun another."""
         values = {"name": self.name, **to.parameters(), "handled": len(handled), "locked_by": locked.by}
         if connection.execute(self._queries("advance"), values).rowcount != 1:
-            raise _CommitFailedError(handled, psycopg.ProgrammingError(TRANSACTION_ENDED))
+            raise _FailedError.of_all(handled, psycopg.ProgrammingError(TRANSACTION_ENDED))
 
     def _record(self, change: RecordedChange, error: BaseException) -> Progress:
         """Note that the next change failed, or give it up after its last attempt."""
@@ -378,7 +368,7 @@ class Subscription:
             with self._held(connection):
                 self._call(change, 0, connection)
             if connection.execute(self._queries("delete_letter"), values | {"locked_by": locked[0]}).rowcount != 1:
-                raise _FailedError(change, 0, psycopg.ProgrammingError(TRANSACTION_ENDED))
+                raise _FailedError(change, psycopg.ProgrammingError(TRANSACTION_ENDED))
         return True
 
 
