@@ -7,7 +7,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from typing import Final
@@ -121,15 +121,15 @@ class MessageQueue:
         if len(given) > MAX_MESSAGES:
             raise ValidationError(f"{len(given)} messages are too many for one call: send up to {MAX_MESSAGES}")
         tables = self._shards.all()
-        if not given:
-            if connection is not None:
-                self._shards.where(connection, given, tables)
-            return []
-        if self._shards.lone():
+        if given and self._shards.lone():
             return tables[0].put(given, connection)
         if connection is not None:
-            return self._shards.where(connection, given, tables).put(given, connection)
+            # Check the connection even if there is nothing to send.
+            table = self._shards.where(connection, given, tables)
+            return table.put(given, connection) if given else []
+        return self._send_over_shards(given, tables)
 
+    def _send_over_shards(self, given: Sequence[NewMessage], tables: Sequence[QueueTable]) -> list[int]:
         grouped: dict[QueueTable, list[int]] = {}
         for place, message in enumerate(given):
             # A message with the same deduplication id has to go to the shard of the first message.
