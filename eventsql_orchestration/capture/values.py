@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from psycopg import sql
 
@@ -18,6 +18,10 @@ TRIGGERS: Final = {
     "truncate": "",
 }
 """The operations that are captured, and the rows that each trigger sees."""
+
+
+SnapshotState: TypeAlias = Literal["none", "running", "done"]
+"""Whether a capture publishes the rows that exist when it is made, and whether it has."""
 
 
 def trigger_name(capture: int, operation: str) -> str:
@@ -62,7 +66,7 @@ class Capture:
     topic: str
     key: tuple[str, ...]
     columns: tuple[str, ...] | None
-    snapshot: str
+    snapshot: SnapshotState
     snapshot_rows: int
     created_at: datetime
     problem: str | None
@@ -110,10 +114,10 @@ def known_as(table: Table, key: Columns, columns: Columns | None) -> dict[str, o
 
 
 def as_capture(  # noqa: PLR0917 - the columns of a row
-    number: int, table: str, topic: str, key: Sequence[str], columns: Sequence[str] | None, snapshot: str, rows: int,
-    created_at: datetime, exists: bool, missing: Sequence[str], outdated: bool, triggers: int, inherits: bool,
-    unlogged: bool | None, added_again: Sequence[str], runs_as: str, readable: bool, outsider: str | None,
-    hidden: bool | None,
+    number: int, table: str, topic: str, key: Sequence[str], columns: Sequence[str] | None, snapshot: SnapshotState,
+    rows: int, created_at: datetime, exists: bool, missing: Sequence[str], outdated: bool, triggers: int,
+    inherits: bool, unlogged: bool | None, added_again: Sequence[str], runs_as: str, readable: bool,
+    outsider: str | None, hidden: bool | None,
 ) -> Capture:  # fmt: skip
     problem = grants = None
     if not exists:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.model import MAX_KEY_BYTES
@@ -109,7 +109,7 @@ class PeekedMessage:
     priority: int
     sent_at: datetime
     visible_at: datetime | None
-    state: str
+    state: Literal["visible", "in flight", "delayed", "blocked"]
     origin: str | None
     history: Sequence[Mapping[str, Any]] = ()
     shard: str | None = None
