@@ -25,7 +25,8 @@ from eventsql_orchestration.dagster.local import webserver
 from eventsql_orchestration.dagster.local.code_location import CodeLocation
 from eventsql_orchestration.dagster.local.dagster_process import LocalDagster, running_url
 from eventsql_orchestration.dagster.local.instance import write_instance
-from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError, ValidationError
+from eventsql_orchestration.orchestration.backfills import driver
 from eventsql_orchestration.orchestration.backfills.driver import BackfillDriver, DriverProgress, Outcome
 from eventsql_orchestration.orchestration.backfills.launcher import BackfillJob, Ended
 from eventsql_orchestration.orchestration.backfills.registry import Backfills
@@ -417,7 +418,7 @@ class Recorder:
         return False
 
     def under_way(self, backfill_id: str) -> dict[str, str]:
-        return {}
+        return {key: key for key in self.launched if key not in self.results}
 
     def launch(self, backfill_id: str, key: str, *, max_failures: int | None = None) -> str:
         self.launched.append(key)
@@ -446,6 +447,12 @@ class Driven:
 
     def fail(self, *keys: str) -> None:
         self.launcher.results |= dict.fromkeys(keys, Ended(False, "it broke"))
+
+    def finish(self) -> None:
+        """Replay and end it as another command would."""
+        with self.platform.database.connection() as connection:
+            connection.execute("UPDATE eventsql.consumer SET eql_last_event_id = 30 WHERE eql_name ~ '__backfill_'")
+        assert self.backfills.finish(self.backfill)
 
     def run(self, then: Callable[[], None] = lambda: None, **options: Any) -> Outcome:
         """Drive it; `then` is called when a run is under way."""
@@ -488,9 +495,7 @@ def test_no_run_is_launched_after_too_many_failures(driven: Driven) -> None:
 @pytest.mark.parametrize("parallel", [1, 3])
 def test_a_backfill_that_the_runs_of_another_command_finish_is_done(driven: Driven, parallel: int) -> None:
     def finish() -> None:
-        with driven.platform.database.connection() as connection:
-            connection.execute("UPDATE eventsql.consumer SET eql_last_event_id = 30 WHERE eql_name ~ '__backfill_'")
-        assert driven.backfills.finish(driven.backfill)
+        driven.finish()
         # The driver's own runs come too late, and fail.
         driven.fail(*driven.keys)
 
@@ -535,6 +540,50 @@ def test_a_new_backfill_of_the_same_id_is_not_taken_for_the_deleted_one(driven: 
     outcome = driven.run(replace, parallel=1)
     assert not outcome.done
     assert (set(outcome.failures), outcome.done_keys) == (set(driven.keys), frozenset())
+
+
+@pytest.mark.parametrize(
+    ("of", "request_", "error"),
+    [
+        ("launcher", "launch", LocalDagsterError),
+        ("launcher", "ended", LocalDagsterError),
+        ("backfills", "find", DatabaseUnavailableError),
+    ],
+)
+def test_a_backfill_outlasts_a_restart_and_launches_no_run_twice(
+    driven: Driven, of: str, request_: str, error: type[EventSQLError], caplog: pytest.LogCaptureFixture
+) -> None:
+    lost = 0
+    answer = getattr(getattr(driven, of), request_)
+
+    def restart(*arguments: Any, **options: Any) -> Any:
+        nonlocal lost
+        # The server does what it was asked for, and its answer is lost.
+        answered = answer(*arguments, **options)
+        lost += 1
+        if lost in {2, 3}:
+            raise error
+        return answered
+
+    def finish() -> None:
+        driven.finish()
+        driven.launcher.results = dict.fromkeys(driven.keys, Ended(True))
+
+    setattr(getattr(driven, of), request_, restart)
+    outcome = driven.run(finish, parallel=3)
+    assert (outcome.done, outcome.failures) == (True, {})
+    assert driven.launcher.launched == driven.keys
+    assert [record.levelname for record in caplog.records if record.name == driver.__name__] == ["WARNING"]
+
+
+def test_a_backfill_ends_if_its_orchestrator_stays_away(driven: Driven, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_runs: object) -> dict[str, Ended]:
+        raise LocalDagsterError
+
+    monkeypatch.setattr(driven.launcher, "ended", refuse)
+    with pytest.raises(LocalDagsterError):
+        driven.run(parallel=1, max_away=0.2)
+    assert driven.launcher.launched == []
 
 
 # A running Dagster

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Final, TypeVar
 
+from eventsql_orchestration.errors import DatabaseUnavailableError
 from eventsql_orchestration.orchestration.backfills.launcher import Ended, Launcher
 from eventsql_orchestration.orchestration.backfills.registry import Backfills
 from eventsql_orchestration.orchestration.backfills.windows import DEFAULT_MAX_FAILURES, Backfill, PlannedRun
+from eventsql_orchestration.orchestration.errors import LocalProcessError
+from eventsql_orchestration.retry import pause_while_away
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 POLL = 0.5
 """Seconds between two looks; a run takes some seconds to start."""
+
+MAX_AWAY: Final = 600.0
+"""Seconds without an answer of the orchestrator or the database until a backfill that has begun ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +61,8 @@ class BackfillDriver:
 
     With `parallel=1`, no run is launched after a failed run: later events would overtake the events of its window. No
     run is launched after `max_failures` dead letters and failed runs together. The driver waits for a window that
-    another process replays, and launches a run for it when the lease of that process has ended.
+    another process replays, and launches a run for it when the lease of that process has ended. It waits up to
+    `max_away` seconds for an orchestrator or a database that is away.
     """
 
     backfills: Backfills
@@ -58,6 +71,7 @@ class BackfillDriver:
     launcher: Launcher
     parallel: int
     max_failures: int | None = None
+    max_away: float = MAX_AWAY
     _given_up: dict[str, int] = field(default_factory=dict, init=False)
     _failing: str | None = field(default=None, init=False)
     _running: dict[str, str] = field(default_factory=dict, init=False)
@@ -76,26 +90,48 @@ class BackfillDriver:
         """Drive it to its end. Raises `LocalProcessError`, and `RunFailedError` if a run is refused."""
         self.launcher.require_running()
         self.launcher.prepare(list(self._planned))
-        under_way = self.launcher.under_way(self.backfill.id)
-        self._running = {key: run for key, run in under_way.items() if key in self._planned}
-        while True:
-            # Ask for ended runs before looking at the windows: a run that has ended changes nothing any more.
-            ended = self.launcher.ended(self._running.values())
-            current = self._find()
-            gone = self._gone(current)
-            consumed, leased = self._look(current, gone)
-            self._note_ended(ended, gone)
-            waiting = self._launch(leased)
-            on_progress(self._progress(consumed))
-            if not self._running and not waiting:
-                break
+        self._find_running()
+        while self._outlasting(lambda: self._advance(on_progress)):
             time.sleep(POLL)
 
-        done = not self._failures and self._finish()
+        done = not self._failures and self._outlasting(self._finish)
         return Outcome(
             done, dict(self._failures), frozenset(self._done),
             given_up=sum(self._given_up.values()), stopped=not done and self._too_many(),
         )  # fmt: skip
+
+    def _find_running(self) -> None:
+        under_way = self.launcher.under_way(self.backfill.id)
+        self._running = {key: run for key, run in under_way.items() if key in self._planned} | self._running
+
+    def _outlasting(self, step: Callable[[], T]) -> T:
+        """Repeat a step while the orchestrator or the database is away."""
+        failures, deadline = 0, time.monotonic() + self.max_away
+        while True:
+            try:
+                if failures:
+                    # A run may have been launched although the answer was lost.
+                    self._find_running()
+                return step()
+            except (LocalProcessError, DatabaseUnavailableError) as error:
+                failures += 1
+                if time.monotonic() >= deadline:
+                    raise
+                if failures == 1:
+                    logger.warning("backfill %s waits, trying again: %s", self.backfill.id, error)
+                time.sleep(pause_while_away(failures))
+
+    def _advance(self, on_progress: Callable[[DriverProgress], None]) -> bool:
+        """Note ended runs, and launch further ones; returns whether something is left to wait for."""
+        # Ask for ended runs before looking at the windows: a run that has ended changes nothing any more.
+        ended = self.launcher.ended(self._running.values())
+        current = self._find()
+        gone = self._gone(current)
+        consumed, leased = self._look(current, gone)
+        self._note_ended(ended, gone)
+        waiting = self._launch(leased)
+        on_progress(self._progress(consumed))
+        return bool(self._running) or waiting
 
     def _note_ended(self, ended: Mapping[str, Ended], gone: set[str]) -> None:
         for key, run in list(self._running.items()):
