@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Final
 
+from assets.json_values import json_values
 from eventsql_orchestration import Connection, Event, Topic
 
 FILE_CHANGES: Final = Topic("file_changes", partitions=4)
@@ -27,4 +27,4 @@ SET changes = directory_churn.changes + excluded.changes,
 def add_churn(events: Sequence[Event], connection: Connection) -> None:
     """Table churn.directory_churn: all changes per repository, directory and month."""
     with connection.cursor() as cursor:
-        cursor.executemany(_ADD, [json.loads(event.value) for event in events])
+        cursor.executemany(_ADD, json_values(events))

@@ -11,7 +11,8 @@ CHANGE_SCHEMA = "repo string, commit string, committed_at string, path string, a
 def changes_of(events: DataFrame) -> DataFrame:
     """The file changes that events of topic file_changes carry in `value`."""
     change = f.from_json(f.col("value").cast("string"), CHANGE_SCHEMA)
-    return events.select(change.alias("change")).select("change.*")
+    # An erased event has no value, and belongs to no directory.
+    return events.where("value IS NOT NULL").select(change.alias("change")).select("change.*")
 
 
 def churn(changes: DataFrame) -> DataFrame:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 from typing import Final
 
+from assets.json_values import json_values
 from eventsql_orchestration import Connection, Database, Event, Topic
 from eventsql_orchestration.views import Rollup, RollupEntry, Timeline, Views
 
@@ -33,7 +33,7 @@ WHERE order_status.version <= excluded.version
 
 def write_orders(events: Sequence[Event], connection: Connection, database: Database) -> None:
     """Table rides.order_status, the timeline of each order, and the changes per minute."""
-    states = [json.loads(event.value) for event in events]
+    states = json_values(events)
     with connection.cursor() as cursor:
         cursor.executemany(_UPSERT_ORDER, states)
     views = Views(database)
@@ -63,7 +63,7 @@ def add_fares(events: Sequence[Event], connection: Connection) -> None:
     """Table rides.zone_fares: all orders, rides and fares per zone and quarter of an hour."""
     with connection.cursor() as cursor:
         # Events that were published before demand was counted have none.
-        cursor.executemany(_ADD_FARES, [{"orders": 0, **json.loads(event.value)} for event in events])
+        cursor.executemany(_ADD_FARES, [{"orders": 0, **sums} for sums in json_values(events)])
 
 
 _ADD_UTILISATION = """
@@ -80,4 +80,4 @@ SET accepted = driver_utilisation.accepted + excluded.accepted,
 def add_utilisation(events: Sequence[Event], connection: Connection) -> None:
     """Table rides.driver_utilisation: all rides and the time driven per driver and day."""
     with connection.cursor() as cursor:
-        cursor.executemany(_ADD_UTILISATION, [json.loads(event.value) for event in events])
+        cursor.executemany(_ADD_UTILISATION, json_values(events))

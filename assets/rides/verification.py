@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 from assets.comparison import Comparison, compared
+from assets.json_values import json_values
 from assets.rides.commands import ANSWERS, CHARGE, RIDE_ANSWERS, RIDE_COMMANDS
 from assets.rides.counting import count_fares, count_utilisation
 from assets.rides.effects import CHANGES_PER_MINUTE, ORDER_TIMELINE
@@ -52,7 +52,7 @@ def ride_charges_match_log(platform: EventSQL) -> Comparison:
     answers = Counter(
         (answer["order_id"], answer["answer"])
         for batch in platform.reader.stream(RIDE_ANSWERS.name)
-        for answer in (json.loads(event.value) for event in batch)
+        for answer in json_values(batch)
     )
     with platform.database.transaction() as connection:
         charged = {order for (order,) in connection.execute("SELECT order_id FROM rides.charge")}
@@ -97,5 +97,4 @@ def _orders(platform: EventSQL) -> Iterator[dict[str, Any]]:
     """The states of orders in the log, in its order."""
     upto = platform.reader.end(RIDE_ORDERS.name)
     for batch in platform.reader.stream(RIDE_ORDERS.name, upto=upto):
-        for event in batch:
-            yield json.loads(event.value)
+        yield from json_values(batch)

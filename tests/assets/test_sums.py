@@ -171,6 +171,18 @@ def test_a_ride_is_time_driven_from_its_acceptance_to_its_end(spark: SparkSessio
     assert computed(spark, compute, [[*ride, *unaccepted]], keys=2) == expected
 
 
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda events: churn(changes_of(events)),
+        lambda events: fares(orders_of(events)),
+        lambda events: utilisation(orders_of(events)),
+    ],
+)
+def test_an_erased_event_has_no_part_in_any_sum(spark: SparkSession, compute: Callable[[DataFrame], DataFrame]) -> None:
+    assert compute(spark.createDataFrame([(None,)], "value binary")).collect() == []
+
+
 def interleaved(orders: Sequence[Sequence[dict[str, Any]]], shuffle: Any) -> list[dict[str, Any]]:
     """The events of all orders in some order that keeps each order's own."""
     waiting = [list(events) for events in orders]
