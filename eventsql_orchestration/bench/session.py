@@ -203,7 +203,7 @@ class Session:
                 raise BenchmarkError(f"the transaction did not stay open: {error}") from error
 
     def settle(self) -> None:
-        """Give every measurement the same start: remove the buffer's dead rows, and flush earlier writes."""
+        """Give every measurement the same start: remove dead rows of events under way, and flush earlier writes."""
         # Only the owner may vacuum, and only some roles may request a checkpoint. The figures hold without either.
         self._try(self.queries("vacuum_buffer"))
         self._try(sql.SQL("CHECKPOINT"))

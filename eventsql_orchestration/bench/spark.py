@@ -20,11 +20,12 @@ from eventsql_orchestration.bench.figure import Figure, rate, ratio
 from eventsql_orchestration.bench.session import Session, limit_of
 from eventsql_orchestration.bench.worker import Worker
 from eventsql_orchestration.client.eventsql import EventSQL
-from eventsql_orchestration.database import Database
+from eventsql_orchestration.database import Database, Queries
 from eventsql_orchestration.errors import BenchmarkError, ConfigurationError, MissingExtraError
 from eventsql_orchestration.model import ROWS
 from eventsql_orchestration.spark import FORMAT, spark_config
 from eventsql_orchestration.spark.java import ensure_java
+from eventsql_orchestration.storage import segments
 from eventsql_orchestration.storage.log_table import table_name
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class Spark(OnTopic, BesideRawCopy):
             session.table("create_plain") as table,
         ):
             with session.crew() as crew:
-                sides = _Sides(self, source, rows, target, table)
+                sides = Sides(self, source, rows, target, table)
                 spark = crew.start(sides.measure, "Spark")
                 crew.go()
                 rates = crew.outcome(spark, limit=600.0 + 6 * (1 + self.rounds) * limit_of(self.events))
@@ -125,7 +126,7 @@ class Spark(OnTopic, BesideRawCopy):
 
 
 @dataclass(frozen=True)
-class _Sides:
+class Sides:
     """The ways to read and to write. Each takes the part (0 to 1) of the events that it is to handle.
 
     `source` is a topic with all events at the offsets from 1, and `rows` is a topic in rows, for JDBC. `target` is a
@@ -154,7 +155,7 @@ class _Sides:
                         worker.say(step=step, done=0, all=events)
                         # The transfer follows its write at once, without a checkpoint between them.
                         if way != _TRANSFER:
-                            self._settle(platform.database)
+                            self.settle(platform.database)
                         started = time.monotonic()
                         run(part)
                         elapsed = time.monotonic() - started
@@ -179,10 +180,13 @@ class _Sides:
             },
         ]
 
-    def _settle(self, database: Database) -> None:
-        # Only some roles may request a checkpoint. Without it, one way's writes are flushed during the next way.
+    def settle(self, database: Database) -> None:
+        """Let no way pay for an earlier write, whose pages autovacuum and a checkpoint would process during it."""
+        # Only the owner may vacuum, and only some roles may request a checkpoint.
         with suppress(psycopg.Error), psycopg.connect(database.dsn, autocommit=True) as connection:
             connection.execute(sql.SQL("TRUNCATE {}").format(sql.Identifier(database.schema, self.table)))
+            connection.execute(Queries("bench", database.schema)("vacuum_buffer"))
+            segments.vacuum(connection, database.schema, self.target)
             connection.execute("CHECKPOINT")
 
     def _read(self, spark: SparkSession, database: Database, columns: str, part: float) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 import psutil
+import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
 import pytest
 
 from eventsql_orchestration import EventSQL, Topic
@@ -27,7 +28,7 @@ from eventsql_orchestration.bench.figure import (
     ratio,
 )
 from eventsql_orchestration.bench.session import PREFIX, Session, start_publishers
-from eventsql_orchestration.bench.spark import Spark
+from eventsql_orchestration.bench.spark import Sides, Spark
 from eventsql_orchestration.bench.statements import counted
 from eventsql_orchestration.bench.store import Store
 from eventsql_orchestration.bench.stream import Stream
@@ -35,6 +36,10 @@ from eventsql_orchestration.bench.table import BENCHMARKS, All
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.errors import BenchmarkError
 from eventsql_orchestration.queue import Queue
+from eventsql_orchestration.spark.commit_protocol import Publications
+from eventsql_orchestration.spark.options import Source
+from eventsql_orchestration.spark.staging import stage
+from eventsql_orchestration.storage import segments
 from eventsql_orchestration.topics.partitioner import default_partition
 from tests.bench.conftest import queues, tables
 from tests.forms import stored
@@ -191,6 +196,31 @@ def test_spark_s_jdbc_source_reads_the_same_events_in_rows(session: Session) -> 
         assert [platform.reader.count(name) for name in topics] == [200, 200]
     with Spark.sized(events=200, storage="rows").sources(session) as (source, rows):
         assert source == rows
+
+
+def test_a_way_of_spark_leaves_nothing_to_vacuum_during_the_next_way(session: Session, dsn: str) -> None:
+    platform, sizes = session.platform, Spark.sized()
+    rows = pa.record_batch({"key": ["key"] * 12_000, "value": [b"value" * 100] * 12_000})
+    with session.topic("spark_target", partitions=2) as target, session.table("create_plain") as table:
+        with Publications(Source(dsn, "eventsql", "the database")) as publications:
+            publications.publish(None, 0, [stage(publications.write_targets(target, {}), [rows])])
+        assert platform.transfer.run_once([target]) == {target: 12_000}
+        Sides(sizes, target, target, target, table).settle(platform.database)
+
+        with platform.database.connection() as connection:
+            found = segments.segments(connection, "eventsql", target) or ()
+            tables = ["spark_staged_event", "event_buffer", *(segment.table for segment in found)]
+            written, unseen = connection.execute(_PAGES, {"tables": tables}).fetchone() or ()
+    assert (written > 500, unseen) == (True, 0)
+
+
+_PAGES = """
+SELECT sum(own.relpages), sum(own.relpages - own.relallvisible)
+FROM pg_class written
+JOIN pg_class own ON own.oid IN (written.oid, written.reltoastrelid)
+WHERE written.relname = ANY (%(tables)s)
+"""
+"""The pages of tables, and how many of them autovacuum has not seen yet."""
 
 
 def test_the_topics_and_tables_of_a_figure_are_dropped_when_it_ends(session: Session) -> None:

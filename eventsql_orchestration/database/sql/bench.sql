@@ -20,7 +20,7 @@ FROM pg_stat_activity
 WHERE application_name = %(application)s AND pid <> pg_backend_pid();
 
 -- vacuum_buffer -- Remove the dead rows of earlier figures.
-VACUUM {schema}.event_buffer;
+VACUUM {schema}.event_buffer, {schema}.spark_staged_event;
 
 -- create_raw -- A table like the buffer.
 CREATE TABLE {schema}.{table} (
