@@ -59,6 +59,10 @@ def check_schema(schema: StructType, *, topic: str | None) -> None:
                 f"column {column.name!r} must be {' or '.join(accepted)}, not {column.dataType.simpleString()}"
             )
     names = schema.fieldNames()
+    for name in _COLUMNS:
+        # A join has such columns.
+        if names.count(name) > 1:
+            raise ValidationError(f"column {name!r} occurs twice: keep one of them")
     if "value" not in names:
         raise ValidationError("column 'value' is missing: write the event's bytes or text to it")
     if topic is None and "topic" not in names:

@@ -511,6 +511,7 @@ def schema_of(text: str) -> StructType:
             ValidationError,
             r"must be map<string,string>, not map<string,int>",
         ),
+        ("value binary, key string, value string", {}, ValidationError, "column 'value' occurs twice"),
         ("value binary, topic int", {"topic": None}, ValidationError, "column 'topic' must be string"),
         ("value binary, fare int", {}, ValidationError, "column 'fare' is not a part of an event"),
         (FARE, {"topic": None}, ConfigurationError, "neither an option nor a column 'topic'"),
