@@ -47,11 +47,11 @@ def flatten(batch: pa.RecordBatch, offsets: OffsetRange, columns: Sequence[str])
     ends = pc.cumulative_sum(events.cast(pa.int32()))
     total = ends[-1].as_py()
     starts = pc.subtract(ends, events)
-    bounds = pa.concat_arrays([pa.array([0], pa.int32()), ends])
+    bounds = pa.concat_arrays([starts[:1], ends])
     block = pc.list_parent_indices(pa.ListArray.from_arrays(bounds, pa.nulls(total)))
 
     # Each event's place in the batch, and the difference between its offset and its place.
-    place = pc.cumulative_sum(pa.repeat(pa.scalar(1, pa.int64()), total))
+    place = pa.arange(1, total + 1)
     further = pc.subtract(pc.subtract(last, events), starts).take(block)
     offset = pc.add(place, further)
     gapped = _elements(places, events)
@@ -88,9 +88,9 @@ def flatten(batch: pa.RecordBatch, offsets: OffsetRange, columns: Sequence[str])
 
 
 def _check_lengths(array: Any, events: Any, last: Any, partition: Any, topic: str) -> None:
-    wrong = pc.fill_null(pc.not_equal(pc.list_value_length(array), events), fill_value=False)
-    row = pc.index(wrong, value=True).as_py()
-    if row >= 0:
+    wrong = pc.indices_nonzero(pc.not_equal(pc.list_value_length(array), events))
+    if wrong:
+        row = wrong[0].as_py()
         first = last[row].as_py() - events[row].as_py() + 1
         raise BrokenBlockError(topic=topic, partition=partition[row].as_py(), first=first)
 

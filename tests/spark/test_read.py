@@ -333,6 +333,21 @@ def test_tasks_load_neither_the_database_room_nor_pandas() -> None:
     assert subprocess.run([sys.executable, "-c", program], check=True, capture_output=True).stdout == b"set()\n"
 
 
+def test_a_read_does_not_load_pandas_either(dsn: str, orders: str) -> None:
+    program = f"""
+import sys
+from eventsql_orchestration.model import OffsetRange
+from eventsql_orchestration.spark.adbc import Piece, Projection, read_batches
+from eventsql_orchestration.spark.options import Source
+
+columns = ["key", "value", "topic", "partition", "offset", "timestamp"]
+pieces = [Piece(OffsetRange({orders!r}, -1, 0, 10), {stored(orders)!r}, 1)]
+(batch,) = read_batches(Source({dsn!r}, "eventsql", "the database"), pieces, Projection(columns))
+print(batch.num_rows, "pandas" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=True, capture_output=True).stdout == b"10 False\n"
+
+
 def test_the_tasks_of_a_process_ask_for_the_servers_types_once_and_keep_no_connection(
     platform: EventSQL, dsn: str, orders: str
 ) -> None:
