@@ -40,6 +40,7 @@ from eventsql_orchestration.cli.tables import Columns, picked, same, show_items
 from eventsql_orchestration.cli.topic_output import age
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.database import Queries
+from eventsql_orchestration.database.translation import MORE_CONNECTIONS, has_no_slot
 from eventsql_orchestration.errors import (
     ConfigurationError,
     DatabaseFullError,
@@ -133,6 +134,8 @@ def _remedy(error: EventSQLError, context: CliContext) -> str | None:
     # A server whose disk is full refuses connections, too.
     if isinstance(error, DatabaseFullError) or os.strerror(errno.ENOSPC) in error.message:
         return "free room on the server's disk"
+    if has_no_slot(error.message):
+        return MORE_CONNECTIONS
     if isinstance(error, DatabaseUnavailableError | ConfigurationError) and context.settings.dsn is not None:
         return f"start the server, or correct {context.source('dsn')}"
     return None

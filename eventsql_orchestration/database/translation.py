@@ -116,6 +116,12 @@ def translate(error: Exception, where: str, schema: str) -> EventSQLError | None
     return kind(f"{where} {meaning}")
 
 
+_NO_SLOT: Final = ("too many clients", "too many connections for", "connection slots are reserved")
+"""Words of a server that has as many connections as it may have, in total or for a role or database."""
+
+MORE_CONNECTIONS: Final = "end sessions that nobody needs, raise the limit on connections, or use a pooler"
+"""What helps if a server has no connection left."""
+
 _QUESTIONS: Final = {
     "password": "are the user and the password in the URL right?",
     "does not exist": "are the user and the database in the URL right?",
@@ -124,10 +130,17 @@ _QUESTIONS: Final = {
 """The question to the user, by a word of the server's refusal. A refusal in another language gets no question."""
 
 
+def has_no_slot(message: str) -> bool:
+    """Whether a server that runs refused a connection because it has as many as it may have."""
+    return any(words in message for words in _NO_SLOT)
+
+
 def _unreachable(detail: str) -> str:
     # libpq gives no SQLSTATE for a connection that failed. A server that answers says FATAL, and why.
     if refused := detail.partition("FATAL:")[2].strip():
         question = next((question for word, question in _QUESTIONS.items() if word in refused), None)
+        if has_no_slot(refused):
+            question = MORE_CONNECTIONS
         return f"refused the connection ({refused})" + (f": {question}" if question else "")
     if detail == "the connection is closed":
         return "cannot be reached, because the connection was closed before: open another connection, and try again"

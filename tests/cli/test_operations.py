@@ -8,6 +8,7 @@ import re
 import shlex
 import signal
 import subprocess
+import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -19,11 +20,13 @@ from typing import Any, NoReturn
 import psycopg
 import pytest
 from click.testing import Result
+from sqlalchemy import make_url
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.cli.doctor_database import transaction_findings
 from eventsql_orchestration.consuming.deliveries import Deliveries
 from eventsql_orchestration.database import Connection, migrations
+from eventsql_orchestration.database.translation import MORE_CONNECTIONS
 from eventsql_orchestration.errors import DatabaseFullError, DatabaseUnavailableError, MissingExtraError
 from eventsql_orchestration.spark.java import JavaRuntime
 from tests.cli.conftest import Run, Start
@@ -420,6 +423,18 @@ def test_a_database_that_is_down_is_a_problem(invoke: Run, closed_port: int) -> 
     assert "cannot be reached" in database["message"]
     assert database["remedy"] == "start the server, or correct --dsn"
     assert "hunter2" not in result.output
+
+
+def test_a_server_without_a_connection_left_is_not_one_to_start(invoke: Run, dsn: str, platform: EventSQL) -> None:
+    role = f"busy_{uuid.uuid4().hex}"
+    with platform.database.connection() as connection:
+        connection.execute(f"CREATE ROLE {role} LOGIN PASSWORD 'hunter2' CONNECTION LIMIT 0".encode())
+        url = make_url(dsn).set(username=role, password="hunter2").render_as_string(hide_password=False)
+        result = invoke("--dsn", url, "doctor", "--json")
+        connection.execute(f"DROP ROLE {role}".encode())
+    (found,) = (each for each in json.loads(result.stdout)["findings"] if each["check"] == "database")
+    assert (result.exit_code, found["remedy"]) == (1, MORE_CONNECTIONS)
+    assert MORE_CONNECTIONS in found["message"]
 
 
 @pytest.mark.usefixtures("java")

@@ -35,6 +35,7 @@ from eventsql_orchestration.database.embedded.programs import (
     version_of,
 )
 from eventsql_orchestration.database.embedded.running import DATABASE, ROLE, EmbeddedServer
+from eventsql_orchestration.database.translation import has_no_slot
 from eventsql_orchestration.errors import ConfigurationError, EmbeddedServerError
 
 logger = logging.getLogger(__name__)
@@ -126,8 +127,7 @@ class EmbeddedPostgres:
             server.connect().close()
         except psycopg.OperationalError as error:
             # A server whose connections are all in use answers, if only to say so.
-            full = "too many clients" in str(error) or "connection slots are reserved" in str(error)
-            return server if full else None
+            return server if has_no_slot(str(error)) else None
         return server
 
     def create_database(self, name: str, *, template: str | None = None) -> str:
