@@ -11,7 +11,7 @@ from eventsql_orchestration.cli.topic_output import age
 from eventsql_orchestration.consumer import ConsumerState
 from eventsql_orchestration.consuming.dead_letter_values import refused, tried
 from eventsql_orchestration.consuming.deliveries import unattended
-from eventsql_orchestration.consuming.lag_values import LagCause
+from eventsql_orchestration.consuming.lag_values import ConsumerLag, LagCause
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX
 from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.storage.metrics import COUNTED, LogMetrics
@@ -75,15 +75,17 @@ def unattended_findings(shard: Shard) -> Iterator[Finding]:
 
 def idle_findings(shard: Shard) -> Iterator[Finding]:
     """Consumers that nobody runs, as far as can be seen: events wait, and none was consumed for ten minutes."""
-    waiting = [lag for lag in without_backfills(shard.lag()) if lag.cause is LagCause.WAITING]
-    oldest: dict[tuple[str, str], float] = {}
-    for lag in waiting:
-        oldest[lag.topic, lag.consumer] = max(lag.seconds, oldest.get((lag.topic, lag.consumer), 0.0))
+    waiting: dict[tuple[str, str], list[ConsumerLag]] = {}
+    for lag in without_backfills(shard.lag()):
+        if lag.cause is LagCause.WAITING:
+            waiting.setdefault((lag.topic, lag.consumer), []).append(lag)
     recent = datetime.now(UTC) - IDLE
-    for (topic, name), seconds in oldest.items():
-        consumed = [state.last_consumption_at for state in shard.registry.consumer(topic, name)]
-        if seconds > IDLE.total_seconds() and all(at is None or at < recent for at in consumed):
-            events = sum(lag.events for lag in waiting if (lag.topic, lag.consumer) == (topic, name))
+    states = shard.registry.consumers()
+    busy = {(each.topic, each.name) for each in states if (each.last_consumption_at or recent) > recent}
+    for (topic, name), lags in waiting.items():
+        seconds = max(lag.seconds for lag in lags)
+        if seconds > IDLE.total_seconds() and (topic, name) not in busy:
+            events = sum(lag.events for lag in lags)
             yield warning(
                 "consumers",
                 f"{name} of topic {topic} has consumed nothing for ten minutes, and {counted(events, 'event')} "
