@@ -32,6 +32,7 @@ from eventsql_orchestration.database.translation import describe, driver_error, 
 from eventsql_orchestration.database.urls import connect_arguments, label, parse_dsn, render, split_direct
 from eventsql_orchestration.errors import (
     ConfigurationError,
+    DatabaseError,
     DatabaseUnavailableError,
     EventSQLError,
     PermissionDeniedError,
@@ -48,6 +49,11 @@ SILENCE: Final = {"keepalives_idle": 15, "keepalives_interval": 5, "keepalives_c
 two hours while a connection waits for an answer, and 15 minutes while it sends. The statement `open` in `sessions.sql`
 limits how long the server waits for a client's machine.
 """
+
+_MADE_BEFORE: Final = (
+    psycopg.errors.DuplicateTable, psycopg.errors.DuplicateColumn, psycopg.errors.DuplicateObject,
+)  # fmt: skip
+"""Errors of a migration that meets tables, columns and constraints of a later revision than the schema's."""
 
 Result = TypeVar("Result")
 
@@ -368,6 +374,12 @@ class Database:
                         f"the server does not know the time zone {times_in!r}: the view pg_timezone_names lists "
                         "the zones that it knows"
                     ) from None
+                if isinstance(cause, _MADE_BEFORE):
+                    raise DatabaseError(
+                        f"schema {self.schema!r} of {self} has something that the migration makes "
+                        f"({describe(cause)}), as after a restore that did not end: drop the schema and restore "
+                        "again, or rename what is yours; nothing was changed"
+                    ) from error
                 if isinstance(cause, psycopg.errors.InsufficientPrivilege):
                     with self.pooled() as connection:
                         self._role = CurrentRole.of(connection, self.schema)

@@ -118,6 +118,20 @@ def test_a_migration_that_fails_leaves_nothing_behind(fresh: str) -> None:
     assert rows == [("consumer_claim",)]
 
 
+def test_the_tables_of_a_restore_that_did_not_end_are_told_from_those_to_migrate(dsn: str) -> None:
+    with psycopg.connect(dsn, autocommit=True) as connection, Database(dsn) as database:
+        connection.execute("DELETE FROM eventsql.schema_version")
+        with pytest.raises(DatabaseError, match="a restore that did not end"):
+            database.migrate()
+        connection.execute("DROP TABLE eventsql.schema_version")
+        with pytest.raises(DatabaseError, match="a restore that did not end"):
+            database.migrate()
+        assert database.revision() is None
+        connection.execute("DROP SCHEMA eventsql CASCADE")
+        database.migrate()
+        assert database.revision() == migrations.HEAD
+
+
 def test_migrating_again_changes_nothing(dsn: str) -> None:
     with Database(dsn) as database:
         database.migrate()
