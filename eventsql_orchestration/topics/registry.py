@@ -135,7 +135,7 @@ class Registry:
 
         lock_topic(connection, topic.name)
         consumers = connection.scalar(select(func.count(_c.eql_name.distinct())).where(_c.eql_topic == topic.name))
-        reason = f"{counted(consumers, 'consumer')}, whose offsets are per partition" if consumers else None
+        reason = f"{counted(consumers, 'consumer')}, whose offsets would be lost" if consumers else None
         if reason is None and not lock_empty(connection, topic.name):
             reason = "events, whose keys would change their partition"
         if reason is not None:
