@@ -18,8 +18,8 @@ from eventsql_orchestration.errors import ValidationError
 Connection: TypeAlias = psycopg.Connection[TupleRow]
 """A psycopg connection as handlers and publishers take it."""
 
-CallersConnection: TypeAlias = Connection | sqlalchemy.Connection
-"""A connection that a caller hands in, of psycopg or SQLAlchemy."""
+CallersConnection: TypeAlias = psycopg.Connection[Any] | sqlalchemy.Connection
+"""A connection that a caller hands in, of psycopg with any kind of rows, or of SQLAlchemy."""
 
 UTF8: Final = "utf-8"
 """The encoding of connections, as Python calls it."""

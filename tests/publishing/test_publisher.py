@@ -169,7 +169,6 @@ def test_a_part_of_an_outbox_can_be_rolled_back(platform: EventSQL, sessions: Se
 
 
 def test_a_connection_of_the_caller_may_be_set_up_in_any_way(platform: EventSQL, dsn: str) -> None:
-    mine: Any
     with psycopg.connect(dsn, row_factory=dict_row, autocommit=True) as mine:
         both_ways(platform, mine)
         assert published(platform) == [b"one", b"two", b"three"]

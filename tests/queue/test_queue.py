@@ -309,7 +309,6 @@ def test_a_transaction_of_sqlalchemy_sends_and_acknowledges(queue: Queue, engine
 
 def test_a_callers_connection_may_have_a_row_factory_of_its_own(database: Database, queue: Queue) -> None:
     database.ensure_schema()
-    connection: Any
     with psycopg.connect(database.dsn, row_factory=dict_row) as connection:
         sent = queue.send(b"x", connection=connection)
     assert [message.id for message in queue.receive()] == [sent]

@@ -195,7 +195,6 @@ def test_a_conflict_under_a_stricter_isolation_is_the_same_error(
 
 def test_a_callers_connection_may_have_a_row_factory_of_its_own(store: Store) -> None:
     store.database.ensure_schema()
-    connection: Any
     with psycopg.connect(store.database.dsn, row_factory=dict_row) as connection:
         store.append("order", "1", prices(1, 2), expected_version=0, connection=connection)
         assert [change.version for change in store.load("order", "1", connection=connection)] == [1, 2]
