@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import Enum
@@ -43,7 +44,7 @@ class EventFilter:
     filter that no event can meet.
     """
 
-    keys: frozenset[str] | None = None
+    keys: AbstractSet[str] | None = None
     key_prefix: str | None = None
     metadata: Mapping[str, str] = field(default_factory=dict)
 

@@ -173,7 +173,7 @@ def conforms(value: object, hint: Any) -> bool:  # noqa: PLR0911 - a case each
         return isinstance(value, int) and not isinstance(value, bool)
     if kind is bytes:
         return isinstance(value, bytes | bytearray | memoryview)
-    if kind is frozenset:
+    if kind is collections.abc.Set:
         kind = collections.abc.Collection
     if kind is tuple:
         # Values that keep a tuple take a list, too.

@@ -28,7 +28,7 @@ def event(key: str | None = None, **metadata: Any) -> Event:
 @pytest.mark.parametrize(
     ("conditions", "matching", "others"),
     [
-        (EventFilter(keys=frozenset(["a", "b"])), [event("a"), event("b", x="1")], [event("ab"), event(""), event()]),
+        (EventFilter(keys={"a", "b"}), [event("a"), event("b", x="1")], [event("ab"), event(""), event()]),
         (EventFilter(key_prefix="user:"), [event("user:"), event("user:7")], [event("User:7"), event("user"), event()]),
         (
             EventFilter(metadata={"x": "1", "y": ""}),
