@@ -21,7 +21,9 @@ if TYPE_CHECKING:
         LetterFilter,
         dead_letter,
     )
-    from eventsql_orchestration.consuming.lag_values import ConsumerLag
+    from eventsql_orchestration.consuming.lag_values import ConsumerLag, LagCause
+    from eventsql_orchestration.consuming.leases import Lease
+    from eventsql_orchestration.consuming.running import Running
     from eventsql_orchestration.consuming.snapshot_reader import Checkpoint, SnapshotReader
     from eventsql_orchestration.database import Connection, Database
     from eventsql_orchestration.publishing.buffered import Acknowledgement
@@ -31,9 +33,9 @@ if TYPE_CHECKING:
 __all__ = [
     "EVERY_EVENT", "NOT_PARTITIONED", "Acknowledgement", "AsyncPublisher", "AtOffset", "AtTime", "Back",
     "BufferedPublisher", "Checkpoint", "Claim", "Connection", "Consumer", "ConsumerLag", "ConsumerState", "Database",
-    "DeadLetter", "DeadLetterCause", "Earliest", "Event", "EventFilter", "EventSQL", "Latest", "LetterFilter",
-    "OffsetRange", "Placement", "Publication", "Retention", "Shard", "ShiftBy", "SnapshotReader", "Topic",
-    "dead_letter",
+    "DeadLetter", "DeadLetterCause", "Earliest", "Event", "EventFilter", "EventSQL", "LagCause", "Latest", "Lease",
+    "LetterFilter", "OffsetRange", "Placement", "Publication", "Retention", "Running", "Shard", "ShiftBy",
+    "SnapshotReader", "Topic", "dead_letter",
 ]  # fmt: skip
 
 # Each of Spark's Python workers imports this package, and SQLAlchemy would make that six times as long.
@@ -44,7 +46,9 @@ __getattr__ = on_first_use(
         ".client.eventsql": ("EventSQL",),
         ".consuming.claims": ("Claim",),
         ".consuming.dead_letter_values": ("DeadLetter", "DeadLetterCause", "LetterFilter", "dead_letter"),
-        ".consuming.lag_values": ("ConsumerLag",),
+        ".consuming.lag_values": ("ConsumerLag", "LagCause"),
+        ".consuming.leases": ("Lease",),
+        ".consuming.running": ("Running",),
         ".consuming.snapshot_reader": ("Checkpoint", "SnapshotReader"),
         ".database": ("Connection", "Database"),
         ".publishing.buffered": ("Acknowledgement",),

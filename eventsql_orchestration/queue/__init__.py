@@ -13,8 +13,9 @@ from eventsql_orchestration.queue.values import (
     QueueDepth,
     QueueStatistics,
 )
+from eventsql_orchestration.queue.worker import QueueWorkers
 
 __all__ = [
     "ArchivedMessage", "AsyncQueue", "Message", "NewMessage", "PeekedMessage", "Queue", "QueueDefinition", "QueueDepth",
-    "QueueOptions", "QueueStatistics", "drop_expired_archives", "list_queues",
+    "QueueOptions", "QueueStatistics", "QueueWorkers", "drop_expired_archives", "list_queues",
 ]  # fmt: skip

@@ -66,10 +66,10 @@ NOON = datetime(2024, 11, 20, 12, tzinfo=UTC)
 
 RESULTS = {
     "Acknowledgement", "AsyncPublisher", "BufferedPublisher", "Claim", "ConsumerLag", "ConsumerState", "DeadLetter",
-    "DeadLetterCause", "Event",
+    "DeadLetterCause", "Event", "LagCause", "Lease",
     "ArchivedMessage", "Capture", "LogFollower", "LogLine", "Measure", "Message", "PeekedMessage", "Placement",
     "QueueDefinition",
-    "QueueDepth", "QueueStatistics",
+    "QueueDepth", "QueueStatistics", "QueueWorkers",
     "RecordedChange", "Retained", "RollupBucket", "Snapshot", "Sorted", "TimelineEntry",
     "AggregateInfo", "Archived", "Comparison", "Distinct", "Quantiles",
     "Filling", "Rebuild", "StoreDeadLetter", "Subscription", "SubscriptionLag",

@@ -6,6 +6,17 @@ import importlib
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from eventsql_orchestration.consuming.dead_letter_values import DeadLetterFactory
+from eventsql_orchestration.consuming.handlers import BatchHandler, EventHandler
+from eventsql_orchestration.consuming.leases import LeasedHandler
+from eventsql_orchestration.consuming.queue_handler import QueueHandler
+from eventsql_orchestration.queue.worker import Handler as MessageHandler
+from eventsql_orchestration.store.subscription import ChangeHandler
+from tests.boundary import face
 
 _SERVICE = """
 import sys
@@ -56,6 +67,21 @@ def _run(directory: Path, program: str, *arguments: str) -> subprocess.Completed
         timeout=60,
         check=False,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [EventHandler, BatchHandler, LeasedHandler, QueueHandler, DeadLetterFactory, MessageHandler, ChangeHandler],
+)
+def test_the_rooms_that_users_import_name_all_that_a_handler_takes(handler: object) -> None:
+    taken = {each for each in _classes_of(handler) if each.__module__.startswith(face.PACKAGE)}
+    assert taken - set(face.exported().values()) == set()
+    assert taken
+
+
+def _classes_of(hint: object) -> set[type]:
+    parts = hint if isinstance(hint, list) else get_args(hint)
+    return {hint} if isinstance(hint, type) else set[type]().union(*map(_classes_of, parts))
 
 
 def test_every_name_of_the_package_is_there() -> None:
