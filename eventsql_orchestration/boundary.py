@@ -22,6 +22,8 @@ import sqlalchemy
 from eventsql_orchestration.errors import InvalidNameError, ValidationError
 from eventsql_orchestration.model import MAX_KEY_BYTES, MAX_PARTITIONS, NOT_PARTITIONED, Publication, check_topic_name
 from eventsql_orchestration.validation import (
+    MAX_BIGINT,
+    MAX_INTEGER,
     Duration,
     check_kind,
     check_seconds,
@@ -37,13 +39,10 @@ Rule: TypeAlias = Callable[[Any], object]
 AnyClass = TypeVar("AnyClass", bound=type)
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_INTEGER: Final = 2**31 - 1
-_BIGINT: Final = 2**63 - 1
-
 WHOLE: Final[Mapping[str, tuple[int, int]]] = {
-    **dict.fromkeys(("batch", "max_attempts", "max_events", "min_events"), (1, _INTEGER)),
-    **dict.fromkeys(("claim_id", "letter_id"), (1, _BIGINT)),
-    **dict.fromkeys(("consumed", "limit"), (0, _BIGINT)),
+    **dict.fromkeys(("batch", "max_attempts", "max_events", "min_events"), (1, MAX_INTEGER)),
+    **dict.fromkeys(("claim_id", "letter_id"), (1, MAX_BIGINT)),
+    **dict.fromkeys(("consumed", "limit"), (0, MAX_BIGINT)),
     "max_overflow": (-1, 10_000),
     "partition": (NOT_PARTITIONED, MAX_PARTITIONS),
     "pool_size": (0, 10_000),
@@ -160,7 +159,7 @@ def rule(name: str, hint: Any) -> Rule:
 
 
 def _whole(name: str) -> Rule:
-    least, most = WHOLE.get(name, (-_BIGINT - 1, _BIGINT))
+    least, most = WHOLE.get(name, (-MAX_BIGINT - 1, MAX_BIGINT))
     return lambda value: check_whole(name, value, least=least, most=most)
 
 

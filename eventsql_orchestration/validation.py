@@ -36,6 +36,10 @@ UNREADABLE: Final = "eventsql_unreadable"
 MAX_SECONDS: Final = 31_536_000.0
 """A year: the longest delay, lease or timeout."""
 
+MAX_INTEGER: Final = 2**31 - 1
+MAX_BIGINT: Final = 2**63 - 1
+"""The largest numbers of PostgreSQL's types."""
+
 Duration: TypeAlias = float | timedelta
 """A length of time; a number is of seconds."""
 
@@ -144,7 +148,7 @@ def check_range(since: datetime | None, until: datetime | None) -> None:
 
 
 def check_whole(
-    what: str, number: object, *, least: int = -(2**63), most: int = 2**63 - 1,
+    what: str, number: object, *, least: int = -MAX_BIGINT - 1, most: int = MAX_BIGINT,
     error: type[ValidationError] = ValidationError,
 ) -> int:  # fmt: skip
     """Return `number` as an int, or raise `error`: a whole number within bounds, those of bigint by default.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.queue.values import QueueDefinition
-from eventsql_orchestration.validation import Duration, check_kind, check_name, check_seconds, check_whole
+from eventsql_orchestration.validation import MAX_INTEGER, Duration, check_kind, check_name, check_seconds, check_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class QueueOptions:
         if self.ordered is not None:
             check_kind("ordered", self.ordered, bool)
         if self.max_receives is not None:
-            check_whole("max_receives", self.max_receives, least=1, most=2**31 - 1)
+            check_whole("max_receives", self.max_receives, least=1, most=MAX_INTEGER)
         if self.dead_letters is not None:
             check_name("dead_letters", self.dead_letters)
         for name in ("visibility_timeout", "retention", "deduplication_window"):

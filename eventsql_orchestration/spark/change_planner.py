@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any
 
 import psycopg
 from psycopg import sql
@@ -18,8 +18,7 @@ from eventsql_orchestration.spark.change_tasks import ChangeRange
 from eventsql_orchestration.spark.options import naming_option
 from eventsql_orchestration.store import StoreCheckpoint
 from eventsql_orchestration.store.order import GlobalOrder
-
-_END: Final = 2**63 - 1
+from eventsql_orchestration.validation import MAX_BIGINT
 
 
 def plan_changes(options: ChangeOptions, columns: Sequence[str]) -> list[ChangeRange]:
@@ -116,7 +115,7 @@ class _Planner:
 def _parts(after: StoreCheckpoint, upto: StoreCheckpoint) -> Iterator[tuple[bool, StoreCheckpoint, StoreCheckpoint]]:
     """The part of a range with changes that have no transaction, and the rest, each with its bounds."""
     if after.transaction == 0:
-        end = upto if upto.transaction == 0 else StoreCheckpoint(after.era, 0, _END)
+        end = upto if upto.transaction == 0 else StoreCheckpoint(after.era, 0, MAX_BIGINT)
         yield True, after, end
         after = end
     if after < upto:

@@ -31,7 +31,7 @@ from pyspark.sql.datasource import (
 )
 
 from eventsql_orchestration.consumer import EventFilter
-from eventsql_orchestration.spark.options import MAX_BIGINT
+from eventsql_orchestration.validation import MAX_BIGINT
 
 _COLUMNS: Final[Mapping[str, tuple[str, type]]] = {
     "offset": ("eql_id", int),

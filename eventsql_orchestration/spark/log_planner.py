@@ -17,7 +17,7 @@ from eventsql_orchestration.model import NOT_PARTITIONED, OffsetRange, Topic, ch
 from eventsql_orchestration.sharding import ShardSet
 from eventsql_orchestration.spark.adbc import report_loss
 from eventsql_orchestration.spark.offset_bounds import FIRST, Bound, OffsetBounds
-from eventsql_orchestration.spark.options import MAX_BIGINT, naming_option
+from eventsql_orchestration.spark.options import naming_option
 from eventsql_orchestration.spark.ranges import SAMPLE, Interval, Occupied, Stretch, equal_parts
 from eventsql_orchestration.spark.read_options import ReadOptions
 from eventsql_orchestration.spark.shards import ALONE, ReadShard, naming
@@ -29,6 +29,7 @@ from eventsql_orchestration.topics.layouts import Layouts
 from eventsql_orchestration.topics.offsets import offset_of
 from eventsql_orchestration.topics.positions import AtTime
 from eventsql_orchestration.topics.registry import Registry
+from eventsql_orchestration.validation import MAX_BIGINT
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 

@@ -9,8 +9,8 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final, Literal, TypeAlias, TypeGuard
 
 from eventsql_orchestration.errors import ValidationError
-from eventsql_orchestration.spark.options import MAX_BIGINT, Given
-from eventsql_orchestration.validation import json_object
+from eventsql_orchestration.spark.options import Given
+from eventsql_orchestration.validation import MAX_BIGINT, json_object
 
 FIRST: Final = 1
 """The first offset that any topic can have."""

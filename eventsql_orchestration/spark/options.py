@@ -11,9 +11,7 @@ from typing import Final, overload
 from eventsql_orchestration.errors import ConfigurationError, ConsumerNotFoundError, ValidationError
 from eventsql_orchestration.model import Publication, check_topic_name
 from eventsql_orchestration.spark.ranges import EVENTS_PER_TASK
-from eventsql_orchestration.validation import check_text, json_object, split_urls
-
-MAX_BIGINT: Final = 2**63 - 1
+from eventsql_orchestration.validation import MAX_BIGINT, check_text, json_object, split_urls
 
 MAX_WRITER_BYTES: Final = 2_000
 """An index has the name of the writer, and an entry of an index has at most 2,704 bytes."""

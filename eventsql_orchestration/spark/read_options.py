@@ -11,7 +11,6 @@ from eventsql_orchestration.model import NOT_PARTITIONED, check_topic_name
 from eventsql_orchestration.spark.offset_bounds import OffsetBounds, is_whole, object_in, parse_bounds
 from eventsql_orchestration.spark.options import (
     ENDS,
-    MAX_BIGINT,
     READ,
     STARTS,
     Given,
@@ -19,7 +18,7 @@ from eventsql_orchestration.spark.options import (
     TaskOptions,
     naming_option,
 )
-from eventsql_orchestration.validation import check_name
+from eventsql_orchestration.validation import MAX_BIGINT, check_name
 
 
 @dataclass(frozen=True, slots=True)

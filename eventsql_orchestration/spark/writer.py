@@ -16,8 +16,9 @@ from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowW
 from pyspark.sql.types import StructType
 
 from eventsql_orchestration.errors import ConfigurationError, PublicationUnfinishedError, ValidationError
-from eventsql_orchestration.spark.options import MAX_BIGINT, WriteOptions
+from eventsql_orchestration.spark.options import WriteOptions
 from eventsql_orchestration.spark.staging import Attempt, ClaimHold, StreamBatch, WriteTarget, stage
+from eventsql_orchestration.validation import MAX_BIGINT
 
 if TYPE_CHECKING:
     from eventsql_orchestration.spark.commit_protocol import Publications

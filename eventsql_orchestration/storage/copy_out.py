@@ -14,6 +14,7 @@ from psycopg import sql
 
 from eventsql_orchestration.model import ERASED, NOT_PARTITIONED, OffsetRange
 from eventsql_orchestration.qualification import qualified
+from eventsql_orchestration.validation import MAX_BIGINT
 
 _EXPRESSIONS: Final = {
     "key": sql.SQL("eql_key"),
@@ -33,8 +34,6 @@ MOST_EVENTS: Final = 20_000
 
 _OF_BLOCKS: Final = "_block"
 """The name of a table of blocks ends with this, and the name of a table of rows ends with `_event`."""
-
-_MAX_OFFSET: Final = 2**63 - 1
 
 COLUMNS: Final = frozenset(_EXPRESSIONS)
 """The columns that a log has, by their names in Spark."""
@@ -125,7 +124,7 @@ _NEAR: Final = sql.SQL("eql_id > {after} AND eql_id <= ({near}) AND eql_id - coa
 
 def _near(offsets: OffsetRange) -> sql.Composed:
     """The condition on the blocks that may have events of a range."""
-    near = min(offsets.upto, _MAX_OFFSET - MOST_EVENTS) + MOST_EVENTS
+    near = min(offsets.upto, MAX_BIGINT - MOST_EVENTS) + MOST_EVENTS
     condition = _NEAR.format(after=offsets.after, near=near, upto=offsets.upto)
     if offsets.partition != NOT_PARTITIONED:
         condition += sql.SQL(" AND eql_partition = {}").format(offsets.partition)

@@ -15,6 +15,7 @@ from eventsql_orchestration.database.binary import decode_jsonb, decode_time
 from eventsql_orchestration.database.single_statement import RawRow
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.validation import (
+    MAX_INTEGER,
     NO_METADATA,
     check_kind,
     check_metadata,
@@ -30,9 +31,6 @@ CORRELATION: Final = "correlation_id"
 
 CAUSATION: Final = "causation_id"
 """Name of a change's metadata. The value is the reference of the change that caused it."""
-
-_MAX_SCHEMA_VERSION: Final = 2**31 - 1
-
 
 _TEXT: Final = frozenset({str})
 
@@ -56,7 +54,7 @@ def encode(what: str, data: Mapping[str, Any]) -> str:
 
 def check_schema_version(what: str, version: object) -> int:
     """Return the version of a schema, or raise `ValidationError`: 1 to 2**31 - 1."""
-    return check_whole(what, version, least=1, most=_MAX_SCHEMA_VERSION)
+    return check_whole(what, version, least=1, most=MAX_INTEGER)
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
 
 from eventsql_orchestration.database import CallersConnection, Database, Queries
 from eventsql_orchestration.database.binary import encode_bigint
 from eventsql_orchestration.database.single_statement import RawRow, SingleStatement, fetch_raw
 from eventsql_orchestration.store.change import check_schema_version
-from eventsql_orchestration.validation import check_name, check_whole
-
-_UNBOUNDED: Final = 2**63 - 1
+from eventsql_orchestration.validation import MAX_BIGINT, check_name, check_whole
 
 
 class Loader:
@@ -43,7 +40,7 @@ def checked_values(
     check_aggregate(aggregate_type, aggregate_id)
     return {
         "type": aggregate_type, "id": aggregate_id,
-        "upto_version": _UNBOUNDED if upto_version is None else check_whole("upto_version", upto_version, least=0),
+        "upto_version": MAX_BIGINT if upto_version is None else check_whole("upto_version", upto_version, least=0),
         "schema_version": None if schema_version is None else check_schema_version("schema_version", schema_version),
     }  # fmt: skip
 

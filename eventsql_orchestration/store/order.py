@@ -7,7 +7,7 @@ is the order of the versions: an append takes the greater of its own transaction
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.rows import fetch_first
@@ -15,12 +15,10 @@ from eventsql_orchestration.database.single_statement import RawRow, fetch_raw
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.store.change import RecordedChange, StoreCheckpoint
 from eventsql_orchestration.store.home import Home
-from eventsql_orchestration.validation import check_name, check_several
+from eventsql_orchestration.validation import MAX_BIGINT, check_name, check_several
 
 Filters: TypeAlias = Mapping[str, list[str] | None]
 """Which changes to read: `types` of aggregates and `kinds` of changes; None is all."""
-
-_END: Final = 2**63 - 1
 
 
 def filters(types: Sequence[str] | None, kinds: Sequence[str] | None) -> Filters:
@@ -58,7 +56,7 @@ class GlobalOrder:
         rows: list[RawRow] = []
         if after.transaction == 0:
             rows = fetch_raw(connection, self._queries("read_adopted"), values)
-            values["position"] = _END
+            values["position"] = MAX_BIGINT
         if len(rows) < limit:
             values |= {"transaction": str(after.transaction), "limit": limit - len(rows)}
             rows += fetch_raw(connection, self._queries("read_visible" if beyond_horizon else "read_after"), values)

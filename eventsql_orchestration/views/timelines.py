@@ -6,18 +6,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import CallersConnection, Database, Queries
 from eventsql_orchestration.database.binary import decode_jsonb, encode_bigint
 from eventsql_orchestration.database.single_statement import SingleStatement
-from eventsql_orchestration.validation import check_name, check_time, check_whole, encode_json
+from eventsql_orchestration.validation import MAX_BIGINT, check_name, check_time, check_whole, encode_json
 from eventsql_orchestration.views.definitions import Timeline
 from eventsql_orchestration.views.partitions import NO_TENANT, ViewTable, check_tenant
-
-_NO_END: Final = 2**63 - 1
-"""Larger than the id of each entry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +89,7 @@ class TimelineView:
 
         `before` is the id of the last entry of the page before. Reads committed entries.
         """
-        last = _NO_END if before is None else check_whole("before", before, least=0)
+        last = MAX_BIGINT if before is None else check_whole("before", before, least=0)
         return self._read("read_timeline_back", resource, tenant, limit, {"before": encode_bigint(last)})
 
     def _read(
