@@ -8,6 +8,7 @@ from typing import Any
 
 import dagster as dg
 import pytest
+from markdown_it import MarkdownIt
 
 from eventsql_orchestration import Event, Publication, Topic
 from eventsql_orchestration.consuming.dead_letters import DeadLetters, LetterFilter
@@ -98,7 +99,7 @@ def test_a_red_lag_check_names_the_cause_and_the_limit(bench: Workbench) -> None
     (evaluation,) = Watch(bench, build_lag_check(eager, max_events=4)).at(1_000.0)
     assert evaluation.description is not None
     assert evaluation.description.startswith("5 events and ")
-    assert evaluation.description.endswith("beyond 4 events. waiting: not consumed yet")
+    assert evaluation.description.endswith("beyond 4 events. `waiting: not consumed yet`")
 
 
 def test_with_grace_a_lag_check_turns_red_only_after_a_time_without_a_break(bench: Workbench) -> None:
@@ -244,7 +245,7 @@ def test_delivered_is_red_from_a_dead_letter_until_it_is_redriven_or_dismissed(b
     (red,) = watch.at(1_015.0)
     assert (red.passed, red.severity) == (False, dg.AssetCheckSeverity.ERROR)
     event = f"event {offset} of topic rides[1]"
-    assert red.description == f"1 dead letter is open: {event} failed once (ValueError: not a number)"
+    assert red.description == f"1 dead letter is open: `{event} failed once (ValueError: not a number)`"
     metadata: dict[str, Any] = {name: value.value for name, value in red.metadata.items()}
     assert metadata["open dead letters"] == 1
     assert metadata["show"] == f"eventsql dlt show rides {letter.id}"
@@ -266,7 +267,7 @@ def test_delivered_is_red_while_an_event_blocks_a_partition(bench: Workbench) ->
     (red,) = watch.at(1_000.0)
     assert not red.passed
     assert red.description == (
-        f"rides is blocked by event {offset}, which failed once (ValueError: not a number), "
+        f"rides is blocked by event {offset}, which failed once (`ValueError: not a number`), "
         "and topic rides_dlt does not exist"
     )
     assert red.metadata["resume"].value == "eventsql consumer resume rides eager"
@@ -344,11 +345,35 @@ def test_many_letters_are_counted_up_to_a_limit_and_the_oldest_are_named(bench: 
     bench.platform.transfer.run_once()
     (red,) = Watch(bench, build_delivered_check(eager)).at(0.0)
     assert str(red.description).startswith(
-        "more than 10 dead letters are open, the oldest: event 0 of topic rides failed "
+        "more than 10 dead letters are open, the oldest: `event 0 of topic rides failed "
     )
     table: Any = red.metadata["dead letters"].value
     assert {row.data["partition"] for row in table.records} == {"all"}
     assert len(table.records) == 10
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "expected <class 'int'>, got <img src='https://example.org/seen'>",
+        "[approve](https://example.org) ![](https://example.org/seen) **now** &lt; \\<b>",
+        "`one` and ```three``` [link](https://example.org)",
+        "`",
+        "first\n\n# title\n\n- [link](https://example.org)",
+    ],
+)
+def test_the_text_of_an_error_is_shown_as_it_is(bench: Workbench, text: str) -> None:
+    bench.platform.registry.register_topic(Topic("rides_dlt"))
+    letter = {"dlt_consumer": "eager", "dlt_topic": "rides", "dlt_exception": "E", "dlt_message": text}
+    bench.platform.publisher.publish(Publication("rides_dlt", b"", metadata=letter))
+    bench.platform.transfer.run_once()
+    (red,) = Watch(bench, build_delivered_check(eager)).at(0.0)
+
+    blocks = MarkdownIt().parse(str(red.description))
+    assert [block.type for block in blocks] == ["paragraph_open", "inline", "paragraph_close"]
+    plain, code = blocks[1].children or []
+    assert (plain.type, code.type) == ("text", "code_inline")
+    assert f"E: {' '.join(text.split())}" in code.content
 
 
 # Alerts

@@ -3,6 +3,7 @@
 The lag sensor evaluates the checks and reports the results without a run. A person can execute each of them too.
 """
 
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -170,6 +171,17 @@ def build_lag_check(
     return ConsumerCheck(dg.AssetCheckKey(consumer.key, LAG_CHECK), severity, description, rule, consumer)
 
 
+def verbatim(text: str) -> str:
+    """A text of a person or a program for the description of a result.
+
+    Dagster's UI reads descriptions as Markdown. In it, `<class 'int'>` would be gone, and an event could show a link.
+    """
+    line = " ".join(text.split())
+    fence = "`" * (1 + max(map(len, re.findall("`+", line)), default=0))
+    # Markdown takes a space away on both sides.
+    return f"{fence} {line} {fence}" if "`" in line else f"{fence}{line}{fence}"
+
+
 def lag_bounds(number: int | None, noun: str, seconds: float | None) -> str:
     """The limits of a lag in words. None is no limit."""
     return " and ".join(
@@ -224,7 +236,7 @@ class _LagRule:
         else:
             return Verdict(True, f"{behind}: within {self.bounds}", lag.metadata(), "within")
         return Verdict.beyond(
-            fault, lag.metadata(), look, self.limits.grace, face=f"beyond {lag.causes}", why=lag.cause()
+            fault, lag.metadata(), look, self.limits.grace, face=f"beyond {lag.causes}", why=verbatim(lag.cause())
         )
 
     def _is_far(self, lag: AssetLag) -> bool:

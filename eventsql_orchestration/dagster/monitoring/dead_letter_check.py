@@ -16,7 +16,14 @@ from eventsql_orchestration.consuming import dead_letter_values
 from eventsql_orchestration.consuming.dead_letters import DeadLetter, LetterFilter
 from eventsql_orchestration.dagster.consumers.asset_lag import AssetLag
 from eventsql_orchestration.dagster.consumers.definition import ConsumerDefinition
-from eventsql_orchestration.dagster.monitoring.checks import ConsumerCheck, Look, Memory, Verdict, unregistered
+from eventsql_orchestration.dagster.monitoring.checks import (
+    ConsumerCheck,
+    Look,
+    Memory,
+    Verdict,
+    unregistered,
+    verbatim,
+)
 from eventsql_orchestration.dagster.topics import topic_key
 from eventsql_orchestration.errors import ConsumerNotFoundError, DatabaseBusyError, DatabaseUnavailableError
 from eventsql_orchestration.model import how_often
@@ -175,7 +182,7 @@ def _named(letter: DeadLetter) -> str:
     if letter.origin is not None:
         topic, partition, offset = letter.origin.rsplit(":", 2)
         event = f"event {offset} of topic {topic}" + (f"[{partition}]" if partition != NO_PARTITION else "")
-    return f"{event}{_on(letter.shard)} failed {often} ({_error(letter)})"
+    return verbatim(f"{event}{_on(letter.shard)} failed {often} ({_error(letter)})")
 
 
 def _partition(letter: DeadLetter) -> str:
@@ -191,7 +198,7 @@ def _blocked(state: ConsumerState, reason: str) -> str:
     where = f"{partition_label(state.topic, state.partition)}{_on(state.shard)}"
     return (
         f"{where} is blocked by event {state.failed_event_id}, which failed "
-        f"{how_often(state.attempts)} ({state.failure}), and {reason}"
+        f"{how_often(state.attempts)} ({verbatim(str(state.failure))}), and {reason}"
     )
 
 
