@@ -83,6 +83,8 @@ def check_columns(schema: StructType, known: StructType, *, decoded: str | None 
                 f"schema: column {column.name!r} is {expected.simpleString()}{also}, "
                 f"not {column.dataType.simpleString()}"
             )
+        if schema.fieldNames().count(column.name) > 1:
+            raise ValidationError(f"schema: column {column.name!r} occurs twice")
         if not column.nullable:
             raise ValidationError(f"schema: column {column.name!r} is nullable: remove NOT NULL")
 

@@ -378,6 +378,7 @@ def test_the_tasks_of_a_process_ask_for_the_servers_types_once_and_keep_no_conne
         (StructType([StructField("id", LongType())]), "no column 'id', there are key, value"),
         (StructType([StructField("value", StringType())]), r"column 'value' is binary \(or a struct .*\), not string"),
         (StructType([StructField("offset", LongType(), nullable=False)]), "column 'offset' is nullable"),
+        (StructType([StructField("key", StringType())] * 2), "column 'key' occurs twice"),
         (StructType([]), "no column is named"),
     ],
 )
