@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import queue
 import socket
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,12 @@ class Driver:
         )
         self._answers: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
-        self._tell({"home": str(home), "settings": {"spark.driver.memory": "512m", **(settings or {})}})
-        assert self.answer() == "ready"
+        try:
+            self._tell({"home": str(home), "settings": {"spark.driver.memory": "512m", **(settings or {})}})
+            assert self.answer() == "ready"
+        except BaseException:
+            self.close()
+            raise
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -82,7 +87,13 @@ class Driver:
         self._tell({"do": do, **arguments})
 
     def answer(self) -> str:
-        return self._answers.get(timeout=PATIENCE)
+        """Its next answer, or that it is gone. The limit of the test ends the wait for one that hangs."""
+        return self._answers.get()
+
+    def await_step(self, reached: Callable[[], object], what: str) -> None:
+        """Wait until what it does has come to a step; fails with its answer if it ends before."""
+        wait_until(lambda: reached() or not self._answers.empty(), what, seconds=math.inf)
+        assert reached(), self.answer()
 
     def do(self, name: str, **arguments: object) -> str:
         self.start(name, **arguments)

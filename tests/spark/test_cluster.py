@@ -12,7 +12,6 @@ import pytest
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.publishing.staged_blocks import ORPHANED_AFTER_HOURS
 from tests.spark.processes import Cluster, Driver, driver, kill
-from tests.waiting import wait_until
 
 EVENTS = 100_000
 
@@ -106,8 +105,8 @@ class TestAnApplicationOfADeployment:
     ) -> None:
         paused, resume = tmp_path / "paused", tmp_path / "resume"
         application.start("paused", dsn=dsn, topic="orders", events=EVENTS, paused=str(paused), resume=str(resume))
-        wait_until(lambda: paused.exists() and paused.read_text(), "the task has paused")
-        wait_until(lambda: staging(dsn) == 2, "it and the other task have staged some of their events")
+        application.await_step(lambda: paused.exists() and paused.read_text(), "the task has paused")
+        application.await_step(lambda: staging(dsn) == 2, "it and the other task have staged some of their events")
         kill(executor_of(cluster, int(paused.read_text())))
         assert application.answer() == "written"
         assert values_in(platform, "orders") == list(range(EVENTS))

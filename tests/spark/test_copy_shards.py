@@ -152,7 +152,7 @@ def test_a_batch_whose_drivers_are_killed_in_the_commit_is_replayed_and_publishe
     def kill_at(dsn: str, step: str, *, at_commit: bool) -> None:
         with driver(tmp_path, {"spark.master": "local[1]"}) as killed, stopping(dsn, step, at_commit=at_commit) as stop:
             killed.start("stream", options={}, **stream)
-            stop.await_reached()
+            killed.await_step(stop.reached, "the stream has come to the step")
             killed.kill()
             stop.end_session()
         await_end_of_transactions(dsns)
