@@ -105,8 +105,7 @@ class Captures:
 
     def idle_triggers(self) -> list_of[tuple[str, str]]:
         """Tables and topics of triggers that do nothing, because their capture was deleted with its topic."""
-        rows = query_all(self._database, self._queries("idle_triggers"), {"schema": self._database.schema})
-        return [(table, topic) for table, topic in rows]
+        return query_all(self._database, self._queries("idle_triggers"), {"schema": self._database.schema})
 
     def drop(self, table: str, topic: str) -> None:
         """Stop capturing the changes of `table` to `topic`. The events stay.

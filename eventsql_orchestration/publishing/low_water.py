@@ -39,7 +39,8 @@ class LowWater:
         self._decided = 0
         self._candidate = 0
         self._writers: frozenset[str] | None = None
-        self._moved: dict[str, int] = {}
+        self.marks: dict[str, int] = {}
+        """The mark of each topic: no event with this buffer id or a smaller one is left, or can still appear."""
 
     def look(self, connection: Connection, wanted: list[str] | None) -> tuple[int, list[str]]:
         """The newest buffer id that was given out, and the topics with buffered events, of `wanted` or of all."""
@@ -62,8 +63,7 @@ class LowWater:
         return newest, topics
 
     def _read(self, connection: Connection, wanted: list[str] | None) -> tuple[str, int, list[str]]:
-        marks = self._moved
-        looked = {"marked": list(marks), "low_waters": list(marks.values()), "wanted": wanted}
+        looked = {"marked": list(self.marks), "low_waters": list(self.marks.values()), "wanted": wanted}
         process, newest, topics, in_order = fetch_one(connection, self._queries("look"), looked)
         if not in_order:
             sequences.check(connection, self._schema, tables.event_buffer.name)
@@ -80,11 +80,6 @@ class LowWater:
         if not writers:
             self._decided, self._writers = newest, None
 
-    @property
-    def marks(self) -> dict[str, int]:
-        """The mark of each topic: no event with this buffer id or a smaller one is left, or can still appear."""
-        return self._moved
-
     def moved(self, topic: str, upto: int) -> None:
         """Note that the events of `topic` up to buffer id `upto` are moved: all events that the last look could see."""
-        self._moved[topic] = max(self._moved.get(topic, 0), min(self._decided, upto))
+        self.marks[topic] = max(self.marks.get(topic, 0), min(self._decided, upto))

@@ -21,6 +21,7 @@ from typing import Final, TypeAlias
 import psycopg
 
 from eventsql_orchestration.database import Connection, Queries
+from eventsql_orchestration.database.rows import fetch_all
 from eventsql_orchestration.errors import DatabaseError
 from eventsql_orchestration.publishing.block_format import REFERENCE
 from eventsql_orchestration.publishing.copy_format import EncodedEvent
@@ -111,9 +112,7 @@ class StagedBlocks:
 
     def of_topic(self, connection: Connection, topic: str) -> list[tuple[uuid.UUID, int]]:
         """The staged blocks of a topic, published or not: attempt and position."""
-        return [
-            (attempt, position) for attempt, position in connection.execute(self._blocks("of_topic"), {"topic": topic})
-        ]
+        return fetch_all(connection, self._blocks("of_topic"), {"topic": topic})
 
     def count(self, connection: Connection, attempt: uuid.UUID, position: int, erased: Erased) -> Counter[str]:
         """How many events of each key `erased` would change in a block; none if the block is gone."""

@@ -105,10 +105,7 @@ class LogEraser:
 
     def failures(self, connection: Connection) -> list[tuple[str, int, int]]:
         """The consumer partitions whose failure may quote an event: name, partition, offset of the event."""
-        values = {"topic": self._topic, "failure": FAILURE}
-        return [(name, partition, event) for name, partition, event in fetch_all(
-            connection, self._queries("failing"), values
-        )]  # fmt: skip
+        return fetch_all(connection, self._queries("failing"), {"topic": self._topic, "failure": FAILURE})
 
     def replace_failure(self, connection: Connection, consumer: str, partition: int, event: int) -> None:
         """Replace the text of a failure of an erased event."""

@@ -287,8 +287,7 @@ def detached(connection: Connection, schema: str, topic: str) -> list[str]:
 def _detached(connection: Connection, schema: str, names: str) -> list[tuple[str, str | None]]:
     """The marked tables whose names begin with `names`, and what the first look at each saw."""
     values = {"schema": schema, "names": names, "mark": tables.DROPPED}
-    found = fetch_all(connection, LogQueries("segments", schema)("detached"), values)
-    return [(table, noted) for table, noted in found]
+    return fetch_all(connection, LogQueries("segments", schema)("detached"), values)
 
 
 def _prefix(topic: str) -> str:
