@@ -308,8 +308,8 @@ class Lanes(Generic[Acknowledged]):
         """Publish and settle the next events under way. Events that cannot be published do not stop the others."""
         try:
             placements = self._publisher.publish_batch(list(map(itemgetter(0), entries)))
-        except Exception as error:  # noqa: BLE001 - the caller of each event gets it
-            failure = error
+        except BaseException as error:  # noqa: BLE001 - the caller of each event gets it; a partitioner may raise any
+            failure = error if isinstance(error, Exception) else _own_error(error)
         else:
             self._settle_next(lane, len(entries), placements)
             return
@@ -355,7 +355,7 @@ def _concerns_an_event(error: Exception) -> bool:
     return isinstance(error, ValidationError)
 
 
-def _own_error(error: Exception) -> Exception:
+def _own_error(error: BaseException) -> Exception:
     """A copy of the error that several events share: each caller who raises it adds to its own traceback."""
     if isinstance(error, EventSQLError):
         own = copy.copy(error)

@@ -196,6 +196,21 @@ def test_an_event_goes_where_the_partitioner_says_and_is_what_it_was_when_it_was
 # Order
 
 
+@pytest.mark.parametrize("error", [ValueError("no"), SystemExit(2), asyncio.CancelledError()], ids=repr)
+def test_an_error_of_the_partitioner_fails_the_flush_and_no_later_one(
+    platform: EventSQL, opened: Open, error: BaseException
+) -> None:
+    def choose(publication: Publication, _partitions: int) -> int:
+        if publication.value == b"bad" and threading.current_thread() is not threading.main_thread():
+            raise error
+        return 0
+
+    platform.publisher.configure_partitioner(choose)
+    publisher = opened()
+    assert publisher.publish(order(b"bad")).exception(PATIENCE) is not None
+    assert publisher.publish(order(b"good")).result(PATIENCE).partition == 0
+
+
 def test_events_of_a_partition_are_committed_in_the_order_in_which_threads_gave_them(
     platform: EventSQL, opened: Open
 ) -> None:
