@@ -18,7 +18,7 @@ from eventsql_orchestration.consuming.running import Running
 from eventsql_orchestration.consuming.throttle import Throttle
 from eventsql_orchestration.consuming.tracebacks import logger_of_errors
 from eventsql_orchestration.database.notifications import LOG, Listener
-from eventsql_orchestration.errors import ClaimLostError, DatabaseUnavailableError, EventSQLError
+from eventsql_orchestration.errors import ClaimLostError, DatabaseBusyError, DatabaseUnavailableError, EventSQLError
 from eventsql_orchestration.threads import join_all, others_alive, start_thread
 from eventsql_orchestration.validation import Duration, check_batch, check_seconds
 
@@ -320,7 +320,7 @@ class Consumption(Running):
     def _report(self, what: str, error: BaseException) -> None:
         if self._cancellation.cancelled:
             logger.info("%s was stopped in the middle of a batch, which is rolled back: %s", what, error)
-        elif isinstance(error, DatabaseUnavailableError):
+        elif isinstance(error, DatabaseUnavailableError | DatabaseBusyError):
             logger.warning("%s waits for the database: %s", what, error)
         elif isinstance(error, EventSQLError):
             # The error says what to do, so a traceback adds nothing. A lasting error is logged once, not every 5 s.

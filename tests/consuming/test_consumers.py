@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
@@ -18,6 +18,7 @@ import pytest
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.consuming import failures as failure_module
+from eventsql_orchestration.consuming import queue_consumption
 from eventsql_orchestration.consuming import worker_pool as running
 from eventsql_orchestration.consuming.cancellation import Cancellation
 from eventsql_orchestration.consuming.consumers import Consumers
@@ -375,6 +376,35 @@ def test_a_topic_that_is_deleted_under_a_consumer_is_one_line_in_the_log_until_i
         platform.registry.register_consumer(Consumer("payments", "mailer"))
         ids = fill(platform, 3, "payments")
         until(lambda: seen.ids == ids)
+
+
+@pytest.mark.parametrize("way", ["start", "start_queue"])
+def test_a_consumer_that_gets_no_connection_warns_and_goes_on(
+    platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, way: str
+) -> None:
+    for module in (running, queue_consumption):
+        monkeypatch.setattr(module, "FAULT_DELAY", 0.01)
+    handled: list[int] = []
+
+    def handle(event: Event, _connection: Connection) -> None:
+        handled.append(event.id)
+
+    def said() -> set[str]:
+        return {
+            record.levelname
+            for record in caplog.records
+            if record.name in {running.__name__, queue_consumption.__name__}
+        }
+
+    with getattr(platform.consumers, way)("payments", "mailer", handle, polling_delay=0.01), ExitStack() as others:
+        for _ in range(int(platform.database.most_connections)):
+            others.enter_context(platform.database.connection())
+        monkeypatch.setattr(platform.database.engine.pool, "_timeout", 0.01)
+        until(lambda: bool(said()))
+        others.close()
+        ids = fill(platform, 3, "payments")
+        until(lambda: sorted(handled) == ids)
+    assert said() == {"WARNING"}
 
 
 @pytest.mark.both_forms
