@@ -49,6 +49,9 @@ def decided(**known: Any) -> Decision:
 
 
 ADOPTED = claim("run r")
+OF_PARENT = claim("run p")
+"""A claim whose owner has ended and is executed again."""
+
 LATER = claim("run r", claim_id=2)
 """A claim that the run made while it drained."""
 
@@ -64,8 +67,12 @@ LATER = claim("run r", claim_id=2)
         ({"claim": ADOPTED, "run": run()}, TryClaim(presumed_dead="r")),
         ({"claim": ADOPTED, "run": run(unchanged=1e6)}, TryClaim(presumed_dead="r")),
         # Its owner has died, and a retry has no process yet.
-        ({"claim": ADOPTED, "run": run(STATUS.NOT_STARTED)}, TryClaim()),
-        ({"claim": ADOPTED, "run": run(STATUS.QUEUED)}, TryClaim()),
+        ({"claim": OF_PARENT, "run": run(STATUS.NOT_STARTED)}, TryClaim()),
+        ({"claim": OF_PARENT, "run": run(STATUS.QUEUED)}, TryClaim()),
+        ({"claim": OF_PARENT, "run": run(waits=True)}, TryClaim()),
+        # A retry that is launched, and does not start or does not adopt the claim.
+        ({"claim": OF_PARENT, "run": run(STATUS.STARTING, unchanged=301.0)}, TryClaim(True, "r")),
+        ({"claim": OF_PARENT, "run": run(unchanged=61.0)}, TryClaim(True, "r")),
         # Its run has died, and Dagster knows it.
         ({"claim": ADOPTED, "run": run(STATUS.FAILURE)}, TryClaim(release=True)),
         ({"claim": claim(), "run": run(STATUS.CANCELED)}, TryClaim(release=True)),
@@ -122,6 +129,8 @@ def test_a_tick_claims_or_requests_a_successor(state: dict[str, Any], expected: 
         ({"claim": claim(), "run": run(STATUS.STARTING, unchanged=299.0)}, "run r of claim 1 is starting", True),
         ({"claim": claim(), "run": run(unchanged=59.0)}, "run r of claim 1 is started", True),
         ({"claim": claim(), "run": run(unchanged=119.0), "late": 1}, "run r of claim 1 is started", True),
+        ({"claim": OF_PARENT, "run": run(STATUS.STARTING, unchanged=299.0)}, "run r of claim 1 is starting", True),
+        ({"claim": OF_PARENT, "run": run(unchanged=59.0)}, "run r of claim 1 is started", True),
         (
             {"claim": ADOPTED, "run": run(STATUS.FAILURE), "failures": 3, "since_failure": 5.0},
             "3 runs failed from offset 10, the last run is r; the next is requested in 15 s",
@@ -175,6 +184,8 @@ def test_a_run_may_be_draining_a_partition(
         (PartitionClaims(0, waiting=True, leased=True, claim=claim()), None, False),
         (PartitionClaims(0, waiting=True, leased=True, claim=claim()), run(STATUS.QUEUED), True),
         (PartitionClaims(0, waiting=True, leased=True, claim=ADOPTED), run(STATUS.FAILURE), True),
+        (PartitionClaims(0, waiting=True, leased=True, claim=OF_PARENT), run(STATUS.QUEUED), False),
+        (PartitionClaims(0, waiting=True, leased=True, claim=OF_PARENT), run(STATUS.STARTING), True),
         (PartitionClaims(0, waiting=True, leased=True, claim=LATER), run(age=11.0), True),
     ],
 )

@@ -17,6 +17,7 @@ from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource,
 from eventsql_orchestration.dagster.consumers.consumer_tick import ConsumerWatch
 from eventsql_orchestration.dagster.tags import FINISHED
 from eventsql_orchestration.errors import RedefinitionError
+from eventsql_orchestration.orchestration.owners import owner_of_run
 from tests.dagster.conftest import Workbench, registering, request_of
 from tests.dagster.location import ledger, record
 
@@ -201,6 +202,21 @@ def test_the_claim_of_a_dead_run_is_released_and_the_range_claimed_from_the_same
     assert bench.run(eager, request).success
     assert bench.effects()[:5] == ids
     assert len(bench.effects()) == 8
+
+
+def test_a_run_that_is_executed_again_has_the_time_of_any_run_to_adopt_the_claim(bench: Workbench) -> None:
+    bench.publish("rides", 5)
+    requested = bench.request(eager)
+    first, _ = bench.adopted(eager, requested, dg.DagsterRunStatus.CANCELED)
+    again = bench.instance.create_run_for_job(
+        bench.job(eager), run_config=requested.run_config, tags=requested.tags, status=dg.DagsterRunStatus.STARTED,
+        parent_run_id=first, root_run_id=first,
+    ).run_id  # fmt: skip
+    bench.end_lease(eager)
+
+    assert bench.tick(eager.sensors[0]) == f"run {again} of claim 1 is started"
+    assert bench.stored(again).status == dg.DagsterRunStatus.STARTED
+    assert bench.platform.claims.adopt(1, owner=owner_of_run(again)).range.upto == 5
 
 
 def test_a_claim_made_while_draining_is_found_by_its_owner(bench: Workbench) -> None:

@@ -148,8 +148,10 @@ def lease_decides(claim: Claim, run: RunState | None) -> bool:
     if run is None:
         # The claim's tick may not be stored yet, or may never be stored, or the run was deleted.
         return True
-    # A run that has adopted its claim renews the lease itself, as long as it lives.
-    return not run.finished and run_of_owner(claim.owner) is not None
+    owner = run_of_owner(claim.owner)
+    # A run that has adopted its claim renews the lease itself, as long as it lives. If its owner has ended, a retry of
+    # the owner has yet to adopt the claim: once the retry is launched, it has the same time as any run.
+    return not run.finished and owner is not None and (owner == run.run_id or not run.launched)
 
 
 def needs_late_runs(claim: Claim, run: RunState, options: TickOptions) -> bool:
