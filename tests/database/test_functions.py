@@ -27,7 +27,7 @@ NEWEST = {
     "guards": ("0008", "ac9067bf381c0192"),
     "layouts": ("0063", "d80ef76fba92bdcf"),
     "leftovers": ("0025", "cfa11eda1ea84138"),
-    "log": ("0063", "1b3577746ee40d7d"),
+    "log": ("0069", "5f1e3be3cf8fecd1"),
     "publishing": ("0063", "de8e35eb28fe48e9"),
     "queue": ("0063", "7b098d53469a7a1b"),
     "queue_receiving": ("0065", "f109bd6877e62b7f"),

@@ -377,6 +377,12 @@ def test_a_rewritten_segment_is_smaller_and_has_the_same_events(single: EventSQL
     assert size(session) == was - done.freed < was
     assert content(single.reader.read("orders")) == before
     assert log_table.broken_blocks(session, SCHEMA, "orders") == []
+    kept = one(
+        session,
+        "SELECT array_agg(attname) FROM pg_attribute WHERE attrelid = %s AND attstattarget = 0",
+        table_of(session),
+    )
+    assert {"eql_keys", "eql_values"} <= set(kept[0])
     # The log was rolled, so that its newest blocks are merged too.
     assert done.blocks > 90
     publish_singly(single, 10, first=100, partitions=single.registry.topic("orders").partitions)

@@ -223,7 +223,9 @@ def test_nothing_of_the_events_is_left_in_the_statistics_of_the_planner(platform
         # As autovacuum does, and people do for all tables.
         connection.execute("ANALYZE")
         log = log_form.tables(connection, "eventsql", "orders")
-    assert quoting() == {"event_buffer", segments.segment_name("orders", 0), *log}
+    # The arrays of blocks have no statistics.
+    of_log = {segments.segment_name("orders", 0), *log} if form == "rows" else set()
+    assert quoting() == {"event_buffer", *of_log}
     assert platform.eraser.execute("orders", ["ann"]).vacuumed
     assert quoting() == set()
 

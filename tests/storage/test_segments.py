@@ -48,6 +48,23 @@ def test_a_new_topic_has_a_segment_and_some_ahead(platform: EventSQL, session: C
     assert ranges(session) == [(0, size), (size, 2 * size), (2 * size, 3 * size)]
 
 
+def test_statistics_of_a_log_in_blocks_have_none_of_its_keys_and_values(
+    platform: EventSQL, session: Connection
+) -> None:
+    platform.registry.register_topic(Topic("orders", 2, storage="blocks"))
+    for _ in range(3):
+        platform.publisher.publish_all(Publication("orders", b"value", key=f"key-{key % 7}") for key in range(100))
+        platform.transfer.run_once()
+    segments.vacuum(session, SCHEMA, "orders")
+    found = {attribute for (attribute,) in session.execute(_ANALYZED)}
+    assert {"eql_id", "eql_partition"} <= found
+    assert found & {"eql_keys", "eql_values"} == set()
+
+
+_ANALYZED = "SELECT attname FROM pg_stats WHERE schemaname = 'eventsql' AND tablename ~ '^orders_'"
+"""The columns of the tables of topic orders that have statistics."""
+
+
 def test_the_last_segment_ends_at_the_largest_id(platform: EventSQL, session: Connection) -> None:
     platform.registry.register_topic(Topic("orders"))
     start, largest = 3 * segments.SEGMENT_EVENTS, 2**63 - 1

@@ -14,6 +14,7 @@ DECLARE
     past bigint;
     name text;
     segment text;
+    settings text;
 BEGIN
     IF EXISTS (SELECT FROM pg_class WHERE oid = to_regclass(log) AND relkind = 'v') THEN
         log := format('%I.%I', {literal}, folded || '_block');
@@ -41,6 +42,13 @@ BEGIN
         FROM pg_get_expr(c.relpartbound, c.oid) AS expression
     ) bounds
     WHERE inherits.inhparent = ANY (tables);
+    -- The log gives out the ids. If a segment depended on the log's sequence, the sequence could not be deleted. No plan
+    -- uses statistics of arrays, and ANALYZE would read the keys of all blocks for them.
+    SELECT 'ALTER COLUMN eql_id DROP DEFAULT'
+        || coalesce(string_agg(format(', ALTER COLUMN %I SET STATISTICS 0', a.attname), ''), '')
+    INTO settings
+    FROM pg_attribute a JOIN pg_type t ON t.oid = a.atttypid
+    WHERE a.attrelid = to_regclass(log) AND a.attnum > 0 AND NOT a.attisdropped AND t.typcategory = 'A';
     WHILE ahead < kept OR past <= newest LOOP
         first := past;
         past := greatest(past, newest);
@@ -58,8 +66,7 @@ BEGIN
             EXECUTE 'DROP TABLE ' || segment;
         END IF;
         EXECUTE format('CREATE TABLE %s (LIKE %s INCLUDING ALL)', segment, log);
-        -- The log gives out the ids. If a segment depended on the log's sequence, the sequence could not be deleted.
-        EXECUTE format('ALTER TABLE %s ALTER COLUMN eql_id DROP DEFAULT', segment);
+        EXECUTE format('ALTER TABLE %s %s', segment, settings);
         EXECUTE format('ALTER TABLE %s ATTACH PARTITION %s FOR VALUES FROM (%s) TO (%s)', log, segment, first, past);
     END LOOP;
 END

@@ -10,8 +10,8 @@ VACUUM {schema}.{table};
 -- vacuum_and_analyze -- As `vacuum`; then the statistics of the planner come from the rows as they are now.
 VACUUM (ANALYZE) {schema}.{table};
 
--- options -- The properties of a table that a copy made by LIKE lacks, as actions of ALTER TABLE: its tablespace and
--- its options.
+-- options -- The properties of a table that a copy made by LIKE lacks, as actions of ALTER TABLE: its tablespace, its
+-- options, and how much ANALYZE looks at its columns.
 SELECT 'SET TABLESPACE ' || quote_ident(coalesce(space.spcname, own.spcname))
 FROM pg_class old
 JOIN pg_class new ON new.oid = %(new)s::regclass
@@ -25,7 +25,11 @@ FROM pg_class old
 LEFT JOIN pg_class toast ON toast.oid = old.reltoastrelid
 CROSS JOIN LATERAL (VALUES ('', old.reloptions), ('toast.', toast.reloptions)) AS own (prefix, options)
 CROSS JOIN LATERAL pg_options_to_table(own.options) each
-WHERE old.oid = %(old)s::regclass;
+WHERE old.oid = %(old)s::regclass
+UNION ALL
+SELECT format('ALTER COLUMN %%I SET STATISTICS %%s', attname, attstattarget)
+FROM pg_attribute
+WHERE attrelid = %(old)s::regclass AND attnum > 0 AND NOT attisdropped AND attstattarget >= 0;
 
 -- is_published -- Whether a subscriber might get rows of the tables of a schema. Some programs read a slot without a
 -- publication.

@@ -91,11 +91,15 @@ CREATE TABLE {schema}.{table} (
     )
 ) PARTITION BY RANGE (eql_id);
 
--- store_apart -- Store arrays out of line and uncompressed: few of their bytes would get smaller.
+-- store_apart -- Store arrays out of line and uncompressed: few of their bytes would get smaller. Keep no statistics of
+-- them, as in their segments.
 ALTER TABLE {schema}.{table}
     ALTER COLUMN eql_times SET STORAGE EXTERNAL, ALTER COLUMN eql_keys SET STORAGE EXTERNAL,
     ALTER COLUMN eql_metadata SET STORAGE EXTERNAL, ALTER COLUMN eql_values SET STORAGE EXTERNAL,
-    ALTER COLUMN eql_places SET STORAGE EXTERNAL, ALTER COLUMN eql_entered SET STORAGE EXTERNAL;
+    ALTER COLUMN eql_places SET STORAGE EXTERNAL, ALTER COLUMN eql_entered SET STORAGE EXTERNAL,
+    ALTER COLUMN eql_times SET STATISTICS 0, ALTER COLUMN eql_keys SET STATISTICS 0,
+    ALTER COLUMN eql_metadata SET STATISTICS 0, ALTER COLUMN eql_values SET STATISTICS 0,
+    ALTER COLUMN eql_places SET STATISTICS 0, ALTER COLUMN eql_entered SET STATISTICS 0;
 
 -- compress -- Compress the arrays of a table of blocks. The arrays with the ids of events stay as they are: counting
 -- reads them.
