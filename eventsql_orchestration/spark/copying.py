@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 _FORMLESS: Final = ("struct", "map", "variant", "array<timestamp")
-"""Prefixes of the types that COPY cannot take, or whose text depends on a process's time zone."""
+"""Parts of the names of types that COPY cannot take, or whose text depends on a process's time zone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def copy_frame(frame: DataFrame, source: Source, schema: str, table: str, ledger
     """
     kinds = [column.dataType.simpleString() for column in frame.schema.fields]
     for name, kind in zip(frame.columns, kinds, strict=True):
-        if kind.startswith(_FORMLESS):
+        if any(part in kind for part in _FORMLESS):
             raise ValidationError(
                 f"column {name!r} of table {table!r} is of type {kind}: make it text, as to_json does"
             )

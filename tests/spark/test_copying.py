@@ -8,12 +8,22 @@ import adbc_driver_postgresql  # type: ignore[import-untyped]  # it has no types
 import psycopg
 import pytest
 from pyspark import TaskContext
+from pyspark.sql.types import (
+    ArrayType,
+    DataType,
+    IntegerType,
+    MapType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
 
 from eventsql_orchestration import EventSQL, Publication, Topic
-from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError
+from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError, ValidationError
 from eventsql_orchestration.model import NOT_PARTITIONED, OffsetRange
 from eventsql_orchestration.spark.adbc import CopyConnection, CutOffError, Piece, Projection, RefusedError, read_batches
-from eventsql_orchestration.spark.copying import TableCopy
+from eventsql_orchestration.spark.copying import TableCopy, copy_frame
 from eventsql_orchestration.spark.options import Source
 from tests.waiting import wait_until
 
@@ -53,6 +63,17 @@ def test_a_statement_that_cannot_be_closed_keeps_no_connection_open(dsn: str) ->
         others = "SELECT FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
         # The server notices a moment later that a connection is closed.
         wait_until(lambda: not administrator.execute(others).fetchall(), "the connection is closed")
+
+
+@pytest.mark.parametrize(
+    "element",
+    [StructType([StructField("n", IntegerType())]), MapType(StringType(), StringType()), ArrayType(TimestampType())],
+)
+def test_a_column_with_elements_that_copy_cannot_take_is_refused(element: DataType) -> None:
+    frame = Mock(schema=StructType([StructField("items", ArrayType(element))]), columns=["items"])
+    with pytest.raises(ValidationError, match=r"column 'items' of table 'orders' is of type array<.*: make it text"):
+        copy_frame(frame, Source("postgresql://nowhere", "eventsql", "the database"), "public", "orders", "ledger")
+    frame.foreachPartition.assert_not_called()
 
 
 RANGE = OffsetRange("orders", NOT_PARTITIONED, 0, 20)
