@@ -654,7 +654,9 @@ def test_a_batch_is_found_by_the_ids_of_its_letters_however_many_there_are(
         )
         if analyzed:
             connection.execute("ANALYZE eventsql.orders_dlt_event")
+        connection.execute("SET LOCAL jit TO on")
         connection.execute(by_id)
+        assert connection.execute("SHOW jit").fetchone() == ("off",)
         values = {
             **LetterFilter(consumer="mailer").parameters(),
             "letters": "orders_dlt", "after": 20_000, "upto": 50_000, "limit": 1_000, "redriven": False,
