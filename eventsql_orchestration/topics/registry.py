@@ -15,7 +15,13 @@ from eventsql_orchestration.database import Database, Queries, driver_connection
 from eventsql_orchestration.database.held_by_handlers import check_not_held
 from eventsql_orchestration.database.rows import fetch_all
 from eventsql_orchestration.database.sessions import let_last, read_committed
-from eventsql_orchestration.errors import InvalidNameError, RedefinitionError, RegistryError, ValidationError
+from eventsql_orchestration.errors import (
+    InvalidNameError,
+    PermissionDeniedError,
+    RedefinitionError,
+    RegistryError,
+    ValidationError,
+)
 from eventsql_orchestration.forks import ProcessLock
 from eventsql_orchestration.model import (
     BLOCKS,
@@ -99,7 +105,17 @@ class Registry:
         """See `ClusterRegistry.declare_topic`."""
         if not log_table.is_usable_name(topic.name):
             raise InvalidNameError(f"topic name {topic.name!r} is not usable: the platform has a table of that name")
+        try:
+            return self._declare_topic(topic)
+        except PermissionDeniedError:
+            # A service that registers its topics at each start needs no right to do so if nothing changes.
+            with self._database.core() as connection:
+                existing = find_topic(connection, topic.name)
+            if existing is None or not _is_declared(existing, topic):
+                raise
+            return topic_registration(existing, existing)
 
+    def _declare_topic(self, topic: Topic) -> Registration:
         with self._database.by_admin(), self._database.core() as connection:
             has_roles = role_statements.act_as_owner(driver_connection(connection), self._database.schema)
             lock_registry(connection)
@@ -346,6 +362,13 @@ def _check_stored(existing: Topic, wanted: Topic) -> None:
                 f"topic {existing.name!r} has {option} {found!r}, not {given!r}: change it with "
                 f"`eventsql topic alter {existing.name} --{option} {given}`"
             )
+
+
+def _is_declared(existing: Topic, wanted: Topic) -> bool:
+    """Whether a topic is as it is declared. Raises `RedefinitionError` if it is not stored as it is declared."""
+    _check_stored(existing, wanted)
+    retention = existing.retention or Retention()
+    return existing.partitions == wanted.partitions and wanted.retention in {None, retention}
 
 
 def _insert_topic(connection: Connection, topic: Topic) -> None:

@@ -416,7 +416,7 @@ def test_a_refusal_in_another_language_does_not_call_for_the_admins_rights(said:
 
 WORK_OF_THE_ADMIN: Final[dict[str, Callable[[EventSQL], object]]] = {
     "a new topic": lambda p: p.registry.register_topic(Topic("refunds")),
-    "a topic that is there": lambda p: p.registry.register_topic(Topic("orders", 2)),
+    "another definition of a topic": lambda p: p.registry.register_topic(Topic("orders", 3)),
     "a deletion": lambda p: p.registry.unregister_topic("orders", force=True),
     "a retention": lambda p: p.registry.set_retention("orders", Retention(events=1)),
     "another form": lambda p: p.registry.set_storage("orders", ROWS),

@@ -5,18 +5,19 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import psycopg
 import pytest
 from psycopg import sql
 
-from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
+from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Retention, Topic
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.database import Connection, Database, migrations
 from eventsql_orchestration.database.grants import role_name
 from eventsql_orchestration.database.roles import Roles
-from eventsql_orchestration.errors import PermissionDeniedError
+from eventsql_orchestration.errors import PermissionDeniedError, RedefinitionError
 from eventsql_orchestration.model import BLOCKS, STORAGES, Storage
 from eventsql_orchestration.storage import segments
 from eventsql_orchestration.storage.erasing import FAILURE
@@ -67,6 +68,27 @@ def test_an_outbox_publishes_at_every_isolation_level(owner: EventSQL, login: Lo
             platform.publisher.publish_all(_orders(3), connection=connection)
             connection.commit()
             assert owner.transfer.run_once() == {"orders": 4}
+
+
+@pytest.mark.parametrize("role", ["publisher", "publisher_orders", "consumer", "reader"])
+def test_a_service_registers_a_topic_at_its_start_that_is_as_it_declares(owner: EventSQL, as_: As, role: str) -> None:
+    owner.registry.set_retention("orders", Retention(seconds=3600))
+    existing = owner.registry.topic("orders")
+    platform = as_(role)
+    for declared in (Topic("orders", partitions=existing.partitions), existing):
+        registration = platform.registry.declare_topic(declared)
+        assert (registration.created, registration.changes) == (False, ())
+    for other in (
+        Topic("orders", partitions=existing.partitions + 1),
+        replace(existing, retention=Retention(seconds=60)),
+        Topic("parcels"),
+    ):
+        with pytest.raises(PermissionDeniedError, match="only the admin may do this"):
+            platform.registry.declare_topic(other)
+    with pytest.raises(RedefinitionError):
+        platform.registry.declare_topic(replace(existing, compression="pglz"))
+    assert owner.registry.topic("orders") == existing
+    assert "parcels" not in {topic.name for topic in owner.registry.topics()}
 
 
 def test_a_publisher_that_may_not_transfer_has_no_background_transfer(owner: EventSQL, as_: As) -> None:
