@@ -19,10 +19,10 @@ from eventsql_orchestration.consuming.cancellation import Cancellation
 from eventsql_orchestration.consuming.commit_retry import CommitRetry, is_rejection, is_transient
 from eventsql_orchestration.consuming.dead_letter_values import describe
 from eventsql_orchestration.consuming.dead_letters import DeadLetters
-from eventsql_orchestration.consuming.failures import Failure, record_failure, transaction_lost
+from eventsql_orchestration.consuming.failures import Failure, record_failure
 from eventsql_orchestration.consuming.handlers import BatchHandler, call_handler, ends_program, errors_of_handler
 from eventsql_orchestration.consuming.lost_connections import LostConnections, lost
-from eventsql_orchestration.consuming.partition import ConsumerPartition, LockedPartition, advance
+from eventsql_orchestration.consuming.partition import ConsumerPartition, LockedPartition, advance, transaction_lost
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.load import raise_if_disk_is_full, too_much
 from eventsql_orchestration.database.translation import ended_for_time

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Final
 
+import psycopg
 from psycopg import sql
 from psycopg.types.string import TextBinaryLoader
 
@@ -20,9 +21,11 @@ from eventsql_orchestration.consuming.dead_letter_values import (
     LetterFilter,
     RedrivePlan,
     dead_letter,
+    describe,
     redriven,
     refused,
 )
+from eventsql_orchestration.consuming.handlers import ends_program, errors_of_handler
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.load import too_much
 from eventsql_orchestration.database.rows import fetch_first, query_all, query_first
@@ -114,6 +117,15 @@ class DeadLetters:
             return f"topic {state.topic}{DEAD_LETTER_SUFFIX} does not exist"
         return None
 
+    def _made(self, event: Event, cause: DeadLetterCause) -> object:
+        """What the factory makes. Its errors are those of a handler: none of them ends a thread."""
+        try:
+            return (self._factory or dead_letter)(event, cause)
+        except errors_of_handler() as error:
+            if ends_program(error) or (isinstance(error, Exception) and not isinstance(error, psycopg.Rollback)):
+                raise
+            raise EventSQLError(f"the dead letter factory raised {describe(error)}") from error
+
     def bury(self, connection: Connection, event: Event, cause: DeadLetterCause) -> bool:
         """Publish the dead letter of `event` in the caller's transaction; False if the factory returned None.
 
@@ -123,7 +135,7 @@ class DeadLetters:
         if erased := erased_meanwhile(connection, self._database.schema, event):
             # Message and error may quote the value, which the handler got before the erasure.
             event, cause = erased, replace(cause, message=FAILURE, error=ConsumptionError(erased, FAILURE))
-        letter: object = (self._factory or dead_letter)(event, cause)
+        letter = self._made(event, cause)
         if letter is None:
             return False
         if not isinstance(letter, Publication):

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-from psycopg.pq import TransactionStatus
-
 from eventsql_orchestration.consuming.dead_letter_values import MAX_MESSAGE_LENGTH, NEVER, DeadLetterCause, describe
 from eventsql_orchestration.consuming.dead_letters import DeadLetters
-from eventsql_orchestration.consuming.partition import ConsumerPartition, LockedPartition, advance
+from eventsql_orchestration.consuming.partition import ConsumerPartition, LockedPartition, advance, transaction_lost
 from eventsql_orchestration.consuming.tracebacks import logger_of_errors
 from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.model import Event, how_often
@@ -47,11 +45,6 @@ def without_letter(failure: str, problem: BaseException) -> str:
     noted = f"{failure[: MAX_MESSAGE_LENGTH // 2]} (its dead letter could not be made: {describe(problem)}"
     advice = "; correct the cause, or pass over the event with `eventsql seek`)"
     return noted[: MAX_MESSAGE_LENGTH - len(advice)] + advice
-
-
-def transaction_lost(connection: Connection) -> bool:
-    """Whether the transaction that locked the partition is over or broken."""
-    return connection.info.transaction_status is not TransactionStatus.INTRANS
 
 
 def record_failure(

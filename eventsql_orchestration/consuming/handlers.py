@@ -13,8 +13,7 @@ from typing import Final, TypeAlias, TypeVar
 import psycopg
 from psycopg.pq import TransactionStatus
 
-from eventsql_orchestration.consuming.failures import transaction_lost
-from eventsql_orchestration.consuming.partition import ROLLED_BACK, TRANSACTION_ENDED
+from eventsql_orchestration.consuming.partition import ROLLED_BACK, TRANSACTION_ENDED, transaction_lost
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.model import Event, Publication

@@ -9,6 +9,7 @@ from typing import Literal
 
 import psycopg
 from psycopg import sql
+from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 
 from eventsql_orchestration.consumer import ConsumerState, EventFilter
@@ -84,6 +85,11 @@ class LockedPartition:
         if not self.state.failing or self.state.retry_at is None:
             return 0.0
         return max(0.0, (self.state.retry_at - self.now).total_seconds())
+
+
+def transaction_lost(connection: Connection) -> bool:
+    """Whether the transaction that locked the partition is over or broken."""
+    return connection.info.transaction_status is not TransactionStatus.INTRANS
 
 
 def lock(connection: Connection, queries: Queries, key: ConsumerPartition, *, wait: bool) -> LockedPartition | None:

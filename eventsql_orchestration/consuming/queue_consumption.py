@@ -283,7 +283,7 @@ class QueueConsumption(Running):
         """Call `settle`; False if that fails. While the database fails, the events stay with this process."""
         try:
             settle(what)
-        except Exception as error:  # noqa: BLE001 - reported; nothing would be acknowledged any more
+        except BaseException as error:  # noqa: BLE001 - reported; nothing would be acknowledged any more
             self._report(error)
             return False
         return True

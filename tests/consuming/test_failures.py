@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import weakref
@@ -956,10 +957,13 @@ def test_the_events_behind_a_dead_letter_wait_for_no_notification(platform: Even
     unsubscribe()
 
 
-def test_a_consumption_outlives_a_factory_that_fails(platform: EventSQL, until: Until) -> None:
+@pytest.mark.parametrize(
+    "error", [LookupError("no"), psycopg.Rollback(), SystemExit(2), asyncio.CancelledError()], ids=repr
+)
+def test_a_consumption_outlives_a_factory_that_fails(platform: EventSQL, until: Until, error: BaseException) -> None:
     spent(platform)
     platform.registry.register_topic(Topic("orders_dlt"))
-    problems = iter((LookupError("no"),))
+    problems = iter((error,))
 
     def factory(event: Event, cause: DeadLetterCause) -> Publication:
         for problem in problems:

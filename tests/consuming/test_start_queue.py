@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+import psycopg
 import pytest
 
-from eventsql_orchestration import Consumer, Event, EventFilter, EventSQL, Publication, Topic
+from eventsql_orchestration import (
+    Consumer,
+    DeadLetterCause,
+    Event,
+    EventFilter,
+    EventSQL,
+    Publication,
+    Topic,
+    dead_letter,
+)
 from eventsql_orchestration.consumer import ConsumerState
 from eventsql_orchestration.consuming import deliveries, lost_connections, queue_consumption
 from eventsql_orchestration.consuming import failures as failure_module
@@ -324,6 +335,32 @@ def test_without_dead_letters_a_spent_event_holds_up_its_key_until_the_consumer_
         platform.registry.resume("payments", "mailer")
         until(lambda: at_rest(platform))
     assert [seen.ids.count(each) for each in ids] == [4, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "error", [LookupError("no"), psycopg.Rollback(), SystemExit(2), asyncio.CancelledError()], ids=repr
+)
+def test_a_factory_of_dead_letters_that_fails_keeps_no_other_event_from_its_acknowledgement(
+    platform: EventSQL, until: Until, error: BaseException
+) -> None:
+    problems = iter((error,))
+
+    def factory(event: Event, cause: DeadLetterCause) -> Publication:
+        for problem in problems:
+            raise problem
+        return dead_letter(event, cause)
+
+    def handle(event: Event) -> None:
+        if event.id == ids[0]:
+            raise ValueError("never")
+
+    platform.registry.register_topic(Topic("payments_dlt"))
+    platform.registry.register_consumer(Consumer("payments", "mailer"), max_attempts=1)
+    platform.dead_letters.configure(factory)
+    ids = fill(platform, "ab")
+    with platform.consumers.start_queue("payments", "mailer", handle, polling_delay=POLLING):
+        until(lambda: at_rest(platform))
+    assert platform.transfer.run_once() == {"payments_dlt": 1}
 
 
 def test_a_dead_letter_whose_consumer_is_locked_for_too_long_is_made_later_and_costs_no_further_attempt(
