@@ -83,10 +83,18 @@ class QueueConsumption(Running):
         self._worker = deliveries.register(owner_name())
         self._lease_until = began + lease
         self._unsubscribe = listener.subscribe(LOG, topic, self._wake) if listener is not None else None
-        self._threads = [start_thread(f"{name}-{number}", self._work) for number in range(workers)]
-        self._services = [
-            start_thread(f"{name}-{each.__name__.strip('_')}", each) for each in (self._fetch, self._settle, self._beat)
-        ]
+        self._threads: list[threading.Thread] = []
+        self._services: list[threading.Thread] = []
+        try:
+            for each in (self._settle, self._fetch, self._beat):
+                self._services.append(start_thread(f"{name}-{each.__name__.strip('_')}", each))
+            for number in range(workers):
+                self._threads.append(start_thread(f"{name}-{number}", self._work))
+        except BaseException:
+            # The caller gets nothing to stop the others by.
+            self._working_threads = len(self._threads)
+            self.stop(0.0)
+            raise
 
     # Stopping
 

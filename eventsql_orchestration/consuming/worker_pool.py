@@ -155,9 +155,14 @@ class Consumption(Running):
         """The last error of the consumer or of a partition, until the consumer or the partition is consumed again."""
         self._unsubscribe = listener.subscribe(LOG, keys[0].topic, self._wake) if listener is not None else None
         self._threads: list[threading.Thread] = []
-        with lock:
-            self._start_workers()
-            self._begin("poller", self._run_poller)
+        try:
+            with lock:
+                self._start_workers()
+                self._begin("poller", self._run_poller)
+        except BaseException:
+            # The caller gets nothing to stop the others by.
+            self.stop(0.0)
+            raise
 
     def _start_workers(self) -> None:
         """Start a worker for each partition, up to the maximum. Call with the lock held."""

@@ -34,6 +34,7 @@ from eventsql_orchestration.errors import (
     ValidationError,
 )
 from eventsql_orchestration.publishing.transfer import Transfer
+from eventsql_orchestration.threads import start_thread
 from tests.effects import effects, make_table, write
 from tests.forms import change_time, ids_in, reading
 
@@ -837,3 +838,25 @@ def test_a_look_says_when_each_partition_may_be_consumed(platform: EventSQL) -> 
     assert ready("orders", "mailer", {1: 3, 2: 4}, partitioned=True).keys() == {0, 1}
     assert ready("orders", "auditor", {-1: 9}, partitioned=False) == {-1: 0.0}
     assert ready("orders", "auditor", {-1: 10}, partitioned=False) == {}
+
+
+@pytest.mark.parametrize("started", [0, 1, 2, 3])
+@pytest.mark.parametrize("way", ["start", "start_queue"])
+def test_a_consumer_whose_threads_cannot_all_start_leaves_neither_threads_nor_subscriptions(
+    platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch, way: str, started: int
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def start(*given: Any) -> threading.Thread:
+        if len(threads) == started:
+            raise RuntimeError("can't start new thread")
+        threads.append(start_thread(*given))
+        return threads[-1]
+
+    for room in ("worker_pool", "queue_consumption"):
+        monkeypatch.setattr(f"eventsql_orchestration.consuming.{room}.start_thread", start)
+    with pytest.raises(RuntimeError):
+        getattr(platform.consumers, way)("orders", "mailer", write)
+    assert len(threads) == started
+    until(lambda: not any(thread.is_alive() for thread in threads))
+    assert platform.shards[0].listener._callbacks == {}
