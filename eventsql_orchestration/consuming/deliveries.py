@@ -207,6 +207,28 @@ class Deliveries:
         The event whose value makes `BATCH_BYTES` full is the last one; the second result is whether there is such an
         event.
         """
+        keys = self._lock_free(connection, locked, own, limit)
+        if not keys:
+            return [], False
+        wanted, events, size = sorted(keys), list[Event](), 0
+        for event in self._log.read_ids(connection, self._topic, wanted, partition=locked.key.partition):
+            events.append(event)
+            size += bytes_of([event])
+            if size >= BATCH_BYTES:
+                wanted = [each for each in wanted if each <= event.id]
+                break
+        taken = fetch_all(connection, self._queries("take"), {**own, "ids": wanted}, prepare=False)
+        attempts: dict[int, int] = dict(taken)
+        chosen = matching(locked.state.filter, events)
+        if gone := attempts.keys() - {event.id for event in chosen}:
+            logger.warning("%s: %d unhandled events left the log, or do not match the filter", locked.key, len(gone))
+            connection.execute(self._queries("drop"), {**own, "ids": list(gone)}, prepare=False)
+        return [(event, keys[event.id], attempts[event.id]) for event in chosen], size >= BATCH_BYTES
+
+    def _lock_free(
+        self, connection: Connection, locked: LockedPartition, own: dict[str, int], limit: int
+    ) -> dict[int, int | None]:
+        """Lock events that nobody holds, at most `limit`. Gives their keys by their ids."""
         accepts = self._dead_letters.accepts(self._topic, connection)
         asked = {**own, "after": own["offset"], "accepts": accepts, "max_attempts": locked.state.max_attempts}
         keys: dict[int, int | None] = {}
@@ -229,23 +251,7 @@ class Deliveries:
             asked["after"] = found[-1][0]
             if len(found) < missing:
                 break
-
-        if not keys:
-            return [], False
-        wanted, events, size = sorted(keys), list[Event](), 0
-        for event in self._log.read_ids(connection, self._topic, wanted, partition=locked.key.partition):
-            events.append(event)
-            size += bytes_of([event])
-            if size >= BATCH_BYTES:
-                wanted = [each for each in wanted if each <= event.id]
-                break
-        taken = fetch_all(connection, self._queries("take"), {**own, "ids": wanted}, prepare=False)
-        attempts: dict[int, int] = dict(taken)
-        chosen = matching(locked.state.filter, events)
-        if gone := attempts.keys() - {event.id for event in chosen}:
-            logger.warning("%s: %d unhandled events left the log, or do not match the filter", locked.key, len(gone))
-            connection.execute(self._queries("drop"), {**own, "ids": list(gone)}, prepare=False)
-        return [(event, keys[event.id], attempts[event.id]) for event in chosen], size >= BATCH_BYTES
+        return keys
 
     def _read(
         self, connection: Connection, locked: LockedPartition, cursor: Cursor, room: int
