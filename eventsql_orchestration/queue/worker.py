@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from typing import Final, TypeAlias
 
 from eventsql_orchestration.consuming.dead_letter_values import describe
-from eventsql_orchestration.consuming.handlers import call_handler
+from eventsql_orchestration.consuming.handlers import call_handler, errors_of_handler
 from eventsql_orchestration.consuming.lost_connections import LostConnections
 from eventsql_orchestration.consuming.running import Running
 from eventsql_orchestration.consuming.tracebacks import logger_of_errors
@@ -56,7 +56,7 @@ def pause_after(message: Message, backoff: Backoff) -> float:
     """Seconds until a message that failed is received again; those of `exponential` if `backoff` fails."""
     try:
         return check_seconds("backoff", float(backoff(message.receives)), zero=True)
-    except Exception:
+    except errors_of_handler():
         logger.exception("the backoff of message %s failed", message.id)
         return exponential(message.receives)
 

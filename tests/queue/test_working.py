@@ -345,6 +345,20 @@ def test_a_worker_goes_on_after_any_error_of_its_handler(queue: Queue, until: Un
     assert bad.history[-1]["reason"] == f"{type(error).__name__}: {said}"
 
 
+@pytest.mark.parametrize("error", [ValueError("no"), SystemExit(2)], ids=repr)
+def test_a_worker_goes_on_after_any_error_of_its_backoff(queue: Queue, until: Until, error: BaseException) -> None:
+    def fail(message: Message, _connection: Connection) -> None:
+        if message.body == b"bad":
+            raise ValueError("never")
+
+    def pause(_receives: int) -> float:
+        raise error
+
+    queue.send_all([b"bad", b"good"])
+    with queue.work(fail, max_messages=1, backoff=pause) as workers:
+        until(lambda: (workers.handled, workers.failed >= 1) == (1, True))
+
+
 async def never_run(message: Message, connection: Connection) -> None: ...
 
 
