@@ -772,7 +772,7 @@ def test_an_idle_look_is_one_statement_and_a_batch_takes_seven(platform: EventSQ
     assert platform.shards[0].transfer._writer._connection is not None
     said = said_by(platform.shards[0].transfer._writer._connection)
     # In rows, one more looks at the last id that was drawn.
-    batch = ["SELECT", "SELECT", "BEGIN", "SELECT", "SELECT", "WITH", *([] if in_blocks() else ["SELECT"]), "COMMIT"]
+    batch = ["SELECT", "SELECT", "BEGIN", "SELECT", "WITH", "WITH", *([] if in_blocks() else ["SELECT"]), "COMMIT"]
     assert verbs_of(platform, said) == ["SELECT"]
     assert verbs_of(platform, said, [order("one")]) == [*batch, "SELECT"]
     assert verbs_of(platform, said, [order(number) for number in range(900)]) == [*batch, "SELECT"]

@@ -1,8 +1,8 @@
 -- parts of forms
 
--- part last_id -- The last id of the log; NULL if its sequence does not give ids one by one and upwards.
+-- part last_id_by_own -- The last id of the log; NULL if its sequence `own` does not give ids one by one and upwards.
 (SELECT pg_sequence_last_value(own.sequence)
-FROM (SELECT {ids}::regclass::oid AS sequence) own
+FROM own
 CROSS JOIN LATERAL pg_sequence_parameters(own.sequence) settings
 WHERE settings.cache_size = 1 AND settings.increment > 0 AND NOT settings.cycle_option)
 
@@ -30,12 +30,15 @@ first AS MATERIALIZED (
 
 -- append_state -- The state of a topic for a publisher that holds it: partitions and layout; the time; the last id,
 -- number and bytes of the events in at most `limit` rows of its buffer; the last id of the log, and its form. Where nothing
--- is buffered, it takes `events` ids of the log: the first one, and whether they are usable.
-WITH state AS MATERIALIZED (
+-- is buffered, it takes `events` ids of the log: the first one, and whether they are usable. psycopg parses statements of
+-- more than 4,096 bytes at each execution.
+WITH own AS MATERIALIZED (
+    {found}
+), state AS MATERIALIZED (
     SELECT coalesce(max(eql_id), 0) AS upto, coalesce(sum({events_of_row}), 0)::bigint AS buffered,
            coalesce(sum(octet_length(eql_value) + pg_column_size(eql_metadata) + coalesce(pg_column_size(eql_values), 0)), 0)
                AS bytes,
-           {last_id} AS last_id, {form} AS form
+           {last_id_by_own} AS last_id, {form_by_own} AS form
     FROM (
         SELECT eql_id, eql_partition, eql_events, eql_value, eql_metadata, eql_values FROM {schema}.event_buffer
         WHERE (eql_topic, eql_id) > (%(topic)s, %(low_water)s) AND (eql_topic, eql_id) <= (%(topic)s, 9223372036854775807)
@@ -44,8 +47,6 @@ WITH state AS MATERIALIZED (
     ) buffered
 ), wanted AS (
     SELECT CASE WHEN state.buffered = 0 THEN %(events)s::bigint ELSE 0 END AS events, state.last_id AS after FROM state
-), own AS MATERIALIZED (
-    SELECT {ids}::regclass AS sequence
 ), {drawn}
 SELECT (SELECT ARRAY[eql_partitions, eql_layout] FROM {schema}.topic WHERE eql_name = %(topic)s),
        statement_timestamp(), state.upto, state.buffered, state.bytes, state.last_id, state.form,
@@ -55,8 +56,8 @@ FROM state CROSS JOIN ids;
 -- now -- The time of this statement.
 SELECT statement_timestamp();
 
--- end_of_log -- The last id of the log, as in `last_id`.
-SELECT {last_id};
+-- end_of_log -- The last id of the log, as in `last_id_by_own`.
+SELECT (WITH own AS ({found}) SELECT {last_id_by_own});
 
 -- count_after -- How many rows have ids above this one.
 SELECT count(*) FROM {schema}.{row_store} WHERE eql_id > %(after)s;
@@ -69,9 +70,12 @@ FROM STDIN (FORMAT binary);
 -- layout, whether there are blocks in it, the last id of the log, the bytes of single events, and the log's form.
 -- Every read of the buffer compares (topic, id): otherwise the server might walk over all other topics, because the
 -- buffer fills and empties faster than its statistics change.
+WITH own AS MATERIALIZED (
+    {found}
+)
 SELECT coalesce(max(eql_id), 0), count(*), (SELECT ARRAY[eql_partitions, eql_layout] FROM {schema}.topic WHERE eql_name = %(topic)s),
-       coalesce(bool_or(eql_partition < -1), false), {last_id},
-       coalesce(sum(octet_length(eql_value) + pg_column_size(eql_metadata)), 0), {form}
+       coalesce(bool_or(eql_partition < -1), false), {last_id_by_own},
+       coalesce(sum(octet_length(eql_value) + pg_column_size(eql_metadata)), 0), {form_by_own}
 FROM (
     SELECT eql_id, eql_partition, eql_value, eql_metadata FROM {schema}.event_buffer
     WHERE (eql_topic, eql_id) > (%(topic)s, %(low_water)s) AND (eql_topic, eql_id) <= (%(topic)s, %(newest)s)

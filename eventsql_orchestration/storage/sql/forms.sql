@@ -1,28 +1,28 @@
--- part ids_of_blocks -- The sequence of the ids of a log that has blocks only; NULL for others.
-CASE WHEN to_regclass('{schema}.{block_table}') IS NOT NULL
-    THEN pg_get_serial_sequence('{schema}.{block_table}', 'eql_id') END
+-- part found -- The sequence of the ids of a log, and the form of the log. The table that new events enter has the sequence,
+-- and a view has none.
+SELECT sequence, form
+FROM (
+    SELECT CASE WHEN form = 'rows' OR to_regclass(log) IS NOT NULL
+               THEN pg_get_serial_sequence(log, 'eql_id') END::regclass AS sequence, form
+    FROM (VALUES
+        ('{schema}.{event_table}', 'rows'), ('{schema}.{block_table}', 'blocks'),
+        ('{schema}.{blocks_of_both}', 'both, new blocks'), ('{schema}.{rows_of_both}', 'both, new rows')
+    ) known (log, form)
+    OFFSET 0
+) known
+WHERE sequence IS NOT NULL
+LIMIT 1
 
--- part ids_of_new_blocks -- The sequence of the ids of a log in both forms whose new events become blocks; NULL for others.
-CASE WHEN to_regclass('{schema}.{blocks_of_both}') IS NOT NULL
-    THEN pg_get_serial_sequence('{schema}.{blocks_of_both}', 'eql_id') END
-
--- part ids_of_new_rows -- The sequence of the ids of a log in both forms whose new events become rows; NULL for others.
-CASE WHEN to_regclass('{schema}.{rows_of_both}') IS NOT NULL
-    THEN pg_get_serial_sequence('{schema}.{rows_of_both}', 'eql_id') END
-
--- part form -- The form of a log. The table that new events enter has the sequence of the ids, and a view has none. A log
--- in blocks that has lost its sequence is still a log in blocks.
+-- part form_by_own -- The form of a log, whose sequence `own` has. A log in blocks that has lost its sequence is still a
+-- log in blocks.
 CASE WHEN (SELECT relkind = 'v' FROM pg_class WHERE oid = to_regclass('{schema}.{event_table}')) IS NOT TRUE THEN 'rows'
-     WHEN {ids_of_blocks} IS NOT NULL THEN 'blocks'
-     WHEN {ids_of_new_blocks} IS NOT NULL THEN 'both, new blocks'
-     WHEN {ids_of_new_rows} IS NOT NULL THEN 'both, new rows'
-     ELSE 'blocks' END
+     ELSE coalesce((SELECT form FROM own), 'blocks') END
 
--- part ids -- The sequence of a topic's ids, in any form of its log: of the table that new events enter.
-coalesce(
-    pg_get_serial_sequence('{schema}.{event_table}', 'eql_id'),
-    {ids_of_blocks}, {ids_of_new_blocks}, {ids_of_new_rows}
-)
+-- part form -- The form of a log.
+(WITH own AS ({found}) SELECT {form_by_own})
+
+-- part ids -- The sequence of a topic's ids, in any form of its log.
+(SELECT sequence FROM ({found}) own)
 
 -- part stores -- The tables that hold a log: one table, or the tables of its rows and of its blocks.
 (SELECT ARRAY(

@@ -10,7 +10,7 @@ ORDER BY known.topic;
 -- log -- A log's identity; the newest offset that it has, or has given out if it is empty; the seconds since its oldest
 -- event entered it; its bytes.
 SELECT log.tables[1]::bigint,
-       coalesce((SELECT max(eql_id) FROM {schema}.{log_table}), pg_sequence_last_value({ids}::regclass), 0),
+       coalesce((SELECT max(eql_id) FROM {schema}.{log_table}), pg_sequence_last_value({ids}), 0),
        (SELECT extract(epoch FROM clock_timestamp() - eql_created_at::timestamptz)::float8
         FROM {schema}.{log_table} ORDER BY eql_id LIMIT 1),
        (SELECT coalesce(sum(pg_total_relation_size(own.id)), 0) FROM (

@@ -18,16 +18,16 @@ WHERE inherits.inhparent = ANY ({stores}) AND bounds.text IS NOT NULL
 ORDER BY 3;
 
 -- newest_id -- The newest id that was given out in a log.
-SELECT pg_sequence_last_value({ids}::regclass);
+SELECT pg_sequence_last_value({ids});
 
 -- skip_to -- Let the ids of a log go on after this one.
-SELECT setval({ids}::regclass, %(newest)s);
+SELECT setval({ids}, %(newest)s);
 
 -- sequence -- Schema and name of the sequence that a log's ids come from.
 SELECT namespace.nspname, sequence.relname
 FROM pg_class sequence
 JOIN pg_namespace namespace ON namespace.oid = sequence.relnamespace
-WHERE sequence.oid = {ids}::regclass;
+WHERE sequence.oid = {ids};
 
 -- detached -- The tables that retention has detached to drop them, with names that begin with a text, and its note on each.
 SELECT segment.relname, col_description(segment.oid, id.attnum)
