@@ -78,15 +78,20 @@ WITH near AS (
 -- read -- As `read_partition`, for all partitions. `more` says that there are blocks with gaps: then the events may be
 -- out of order. A block whose gap spans the whole range is left out: there may be one in each partition.
 WITH own AS MATERIALIZED (
-    SELECT *, {up_to of {after}} AS nth, {held} AS held, {size}
-    FROM {schema}.{block_table}
-    WHERE {in_range} AND {held} > 0
+    SELECT *, reach - nth AS held
+    FROM (
+        SELECT *, {up_to of {after}} AS nth, {up_to of {upto}} AS reach, {size}
+        FROM {schema}.{block_table}
+        WHERE {in_range}
+    ) block
+    WHERE reach > nth
     ORDER BY eql_id
     LIMIT %(blocks)s
 ), near AS (
     SELECT *, EXISTS (
         SELECT FROM {schema}.{block_table}
-        WHERE {in_range} AND eql_span IS NOT NULL AND eql_id <= {farthest of (SELECT max(own.eql_id) FROM own)}
+        WHERE eql_id > {after} AND {base} < {upto} AND eql_span IS NOT NULL
+          AND eql_id <= {farthest of (SELECT max(own.eql_id) FROM own)}
     ) AS more
     FROM own
 )
