@@ -30,7 +30,7 @@ def publish_sums(
 
     `key` is the column that the rows are keyed by. Gives the metadata of the run.
     """
-    rows = compute(eventsql.read_range(spark.spark_session, claim))
+    rows = compute(eventsql.read_range(spark.spark_session, claim, columns="value binary"))
     with spark_progress(context, spark.spark_session) as progress:
         published = publish_dataframe(context, keyed_rows(rows, key), eventsql=eventsql, topic=topic.name, claim=claim)
     return {**published, **progress.metadata()}

@@ -63,7 +63,7 @@ def sum_up(consumer: str, topic: Topic, output: Topic, compute: Any, key: str) -
 
         spark = SparkSession.builder.config(map=dict(spark_config())).getOrCreate()
         try:
-            rows = keyed_rows(compute(eventsql.read_range(spark, claim)), key)
+            rows = keyed_rows(compute(eventsql.read_range(spark, claim, columns="value binary")), key)
             return publish_output(context, rows, topic=output.name, eventsql=eventsql, claim=claim)
         finally:
             spark.stop()
