@@ -261,9 +261,10 @@ class ClusterConsumers:
         deadline = time.monotonic() + timeout
         self._cluster.background.remove(self._barriers.settle)
         # The wait does not include a consumption that is started meanwhile.
-        ended = [stop_all(self._started.all(forget=True), deadline)]
-        ended += [shard.consumers.close(max(0.0, deadline - time.monotonic())) for shard in self._cluster.shards]
-        return all(ended)
+        running = self._started.all(forget=True)
+        for shard in self._cluster.shards:
+            running += shard.consumers.running(forget=True)
+        return stop_all(running, deadline)
 
 
 @checked

@@ -298,6 +298,10 @@ class Consumers:
         )
         return source.outcome(result)
 
+    def running(self, *, forget: bool = False) -> list[Running]:
+        """All that was started here and runs. With `forget`, `close` does not stop it any more."""
+        return self._running.all(forget=forget)
+
     def close(self, timeout: float = 10.0) -> bool:
-        """Stop every consumption that was started here, as `Consumption.stop`, all within `timeout` seconds."""
-        return stop_all(self._running.all(forget=True), time.monotonic() + timeout)
+        """Stop all that was started here, as `Consumption.stop`, within `timeout` seconds in all."""
+        return stop_all(self.running(forget=True), time.monotonic() + timeout)

@@ -316,6 +316,22 @@ def test_closing_a_platform_or_a_shard_lets_workers_finish_the_message_at_hand(
         assert [message.body for message in Queue(platform, "once").receive(max_messages=5)] == [b"2"]
 
 
+def test_closing_a_platform_stops_at_once_what_runs_on_a_shard(dsn: str, until: Until) -> None:
+    with EventSQL(dsn) as platform:
+        with platform.database.connection() as connection:
+            connection.execute("CREATE TABLE public.effect (body bytea)")
+        queue, slow = Queue(platform, "slow"), Slow()
+        queue.send(b"1")
+        workers = queue.work(slow, workers=1)
+        idle = Queue(platform.shards[0], "idle").work(slow, workers=1)
+        assert slow.begun.wait(60)
+        closing = in_thread("close", platform.close)
+        until(lambda: not idle.running)
+        assert workers.running
+        slow.go_on.set()
+        assert closing.result(60)
+
+
 def test_a_worker_that_lost_its_message_leaves_no_effects(platform: EventSQL, queue: Queue) -> None:
     slow = Slow()
     queue.send(b"1")
