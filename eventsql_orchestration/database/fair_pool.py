@@ -40,9 +40,12 @@ class _FairQueue(Queue[ConnectionPoolEntry]):
             super().put(item, block, timeout)
             self._wake()
 
+    def left(self) -> int:
+        """The number of items that no waiting thread will take."""
+        return max(0, len(self.queue) - len(self._turns))
+
     def _full(self) -> bool:
-        # An item for a thread that has not yet run is not kept.
-        return 0 < self.maxsize <= len(self.queue) - len(self._turns)
+        return 0 < self.maxsize <= self.left()
 
     def _next(self) -> list[threading.Condition]:
         return list(islice(self._turns, len(self.queue)))
@@ -60,3 +63,8 @@ class FairPool(QueuePool):
     """
 
     _queue_class = _FairQueue
+    _pool: _FairQueue
+
+    def checkedin(self) -> int:
+        """The number of connections at hand that no waiting thread will take."""
+        return self._pool.left()

@@ -322,6 +322,28 @@ def test_no_connection_is_closed_that_a_waiting_thread_will_take(dsn: str, until
             each.result(PATIENCE)
 
 
+def test_each_waiting_thread_gets_one_of_the_connections_that_are_given_back_at_once(dsn: str, until: Until) -> None:
+    together = threading.Barrier(3)
+
+    def use() -> None:
+        with database.connection():
+            together.wait(PATIENCE)
+
+    with Database(dsn, pool_size=4, max_overflow=4) as database, ThreadPoolExecutor(3) as executor, ExitStack() as held:
+        pool: Any = database.engine.pool
+        with ExitStack() as taken:
+            for stack, connections in ((held, 5), (taken, 3)):
+                for _ in range(connections):
+                    stack.enter_context(database.connection())
+            waiting = [executor.submit(use) for _ in range(3)]
+            until(lambda: len(pool._pool._turns) == 3)
+            # The pool keeps two connections, and one at hand.
+            with pool._pool.mutex:
+                taken.close()
+        for each in waiting:
+            each.result(PATIENCE)
+
+
 def test_no_connection_is_kept_at_hand_where_there_are_few_or_while_somebody_may_wait_for_one(dsn: str) -> None:
     with Database(dsn, pool_size=4, max_overflow=0) as narrow:
         pid_of(narrow)
