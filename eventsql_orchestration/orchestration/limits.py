@@ -17,8 +17,8 @@ def check_not_negative(limits: Any, *, optional: Collection[str] = ()) -> None:
         value = getattr(limits, each.name)
         if value is None and each.name in optional:
             continue
-        if value is None or not value >= 0:
-            raise ValidationError(f"{each.name} must not be negative: {value}")
+        if not (isinstance(value, int | float) and value >= 0):
+            raise ValidationError(f"{each.name} must be a number of at least 0, not {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

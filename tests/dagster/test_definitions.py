@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from datetime import timedelta
 from typing import Any
 
 import dagster as dg
@@ -300,6 +301,8 @@ def test_an_annotation_that_fails_when_python_evaluates_it_later_is_refused_with
         {"max_wait": -1.0},
         {"drain_seconds": -1.0},
         {"drain_idle": -0.1},
+        {"lease": timedelta(seconds=60)},
+        {"max_wait": "5"},
     ],
 )
 def test_limits_that_exclude_one_another_are_refused_when_they_are_defined(limits: dict[str, Any]) -> None:
