@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import random
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, Protocol, TypeAlias
 
@@ -230,18 +230,18 @@ class Schedule:
         return row == (True,)
 
 
-def every_order(run: Callable[[Choose], Schedule]) -> int:
-    """Run every order of the steps that there is; gives their number."""
-    prefix: list[int] = []
+def every_order(run: Callable[[Choose], Schedule], *, begin: Sequence[int] = ()) -> int:
+    """Run every order of the steps that there is, or that begins with these choices; gives their number."""
+    prefix = list(begin)
     runs = 0
     while True:
         begun = tuple(prefix)
         schedule = run(lambda step, _ready, begun=begun: begun[step] if step < len(begun) else 0)  # type: ignore[misc]
         runs += 1
         choices = schedule.choices
-        while choices and choices[-1][0] + 1 == choices[-1][1]:
+        while len(choices) > len(begin) and choices[-1][0] + 1 == choices[-1][1]:
             choices.pop()
-        if not choices:
+        if len(choices) <= len(begin):
             return runs
         prefix = [choice for choice, _ in choices]
         prefix[-1] += 1
