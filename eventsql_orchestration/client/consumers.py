@@ -263,7 +263,7 @@ class ClusterConsumers:
         # The wait does not include a consumption that is started meanwhile.
         running = self._started.all(forget=True)
         for shard in self._cluster.shards:
-            running += shard.consumers.running(forget=True)
+            running += shard.consumers.running.all(forget=True)
         return stop_all(running, deadline)
 
 

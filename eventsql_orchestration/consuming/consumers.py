@@ -136,8 +136,8 @@ class Consumers:
         self.throttles = Throttles()
         """Throttles of consumers. The databases of a cluster share them."""
         self.commit_retry = CommitRetryLimits()
-        self._running: ProcessSet[Running] = ProcessSet()
-        """A running consumption is kept by its threads."""
+        self.running: ProcessSet[Running] = ProcessSet()
+        """All that was started here. A running consumption is kept by its threads."""
         self._retries: dict[ConsumerPartition, CommitRetry] = {}
 
     def start(
@@ -214,7 +214,7 @@ class Consumers:
 
     def keep(self, running: AnyRunning) -> AnyRunning:
         """See `ClusterConsumers.keep`."""
-        self._running.add(running)
+        self.running.add(running)
         return running
 
     def _keys(self, topic: str, consumer: str, partition: int | None = None) -> list[ConsumerPartition]:
@@ -298,10 +298,6 @@ class Consumers:
         )
         return source.outcome(result)
 
-    def running(self, *, forget: bool = False) -> list[Running]:
-        """All that was started here and runs. With `forget`, `close` does not stop it any more."""
-        return self._running.all(forget=forget)
-
     def close(self, timeout: float = 10.0) -> bool:
         """Stop all that was started here, as `Consumption.stop`, within `timeout` seconds in all."""
-        return stop_all(self.running(forget=True), time.monotonic() + timeout)
+        return stop_all(self.running.all(forget=True), time.monotonic() + timeout)

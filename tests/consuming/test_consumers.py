@@ -436,7 +436,7 @@ def test_a_consumer_that_is_registered_anew_in_the_other_form_is_consumed(
 def test_a_consumption_that_has_stopped_is_not_kept(platform: EventSQL, until: Until) -> None:
     running = platform.shards[0].consumers.start("orders", "mailer", Seen().one)
     assert platform.shards[0].consumers.start("payments", "mailer", Seen().one).stop(timeout=60)
-    until(lambda: gc.collect() >= 0 and platform.shards[0].consumers._running.all() == [running])
+    until(lambda: gc.collect() >= 0 and platform.shards[0].consumers.running.all() == [running])
 
 
 def test_consumers_of_many_processes_share_the_partitions_and_repeat_nothing(
