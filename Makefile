@@ -31,7 +31,7 @@ help: ## List the tasks
 setup: $(VENV)/.installed ## Install everything from the lock file into .venv
 
 $(VENV)/.installed: pyproject.toml uv.lock | uv
-	$(UV) sync --frozen --all-extras --no-extra airflow --python "$$(command -v $(PYTHON))"
+	UV_PROJECT_ENVIRONMENT=$(VENV) $(UV) sync --frozen --all-extras --no-extra airflow --python "$$(command -v $(PYTHON))"
 	@touch $@
 
 .PHONY: uv
