@@ -14,25 +14,34 @@ class _FairQueue(Queue[ConnectionPoolEntry]):
     """A queue whose first item is for the thread that has waited longest.
 
     SQLAlchemy's queue only wakes a thread. If the thread that gave the connection back takes it again first, the woken
-    thread waits again, behind all others.
+    thread waits again, behind all others. `get(block=False)` may take an item before a woken thread runs.
     """
 
     def _init(self, maxsize: int) -> None:
         super()._init(maxsize)
         self._turns = deque[threading.Condition]()
 
+    @property
+    def waiting(self) -> int:
+        """The number of threads that wait for an item, or have been woken for one and have not yet run."""
+        return len(self._turns)
+
     def get(self, block: bool = True, timeout: float | None = None) -> ConnectionPoolEntry:
         if not block:
             return super().get(block=False)
         with self.mutex:
             turn = threading.Condition(self.mutex)
-            self._turns.append(turn)
             try:
+                # Ctrl-C can come at the end of each call.
+                self._turns.append(turn)
                 if turn.wait_for(lambda: turn in self._next(), timeout):
                     return self._get()
             finally:
-                self._turns.remove(turn)
-                self._wake()
+                try:
+                    if turn in self._turns:
+                        self._turns.remove(turn)
+                finally:
+                    self._wake()
         raise Empty
 
     def put(self, item: ConnectionPoolEntry, block: bool = True, timeout: float | None = None) -> None:
@@ -40,12 +49,9 @@ class _FairQueue(Queue[ConnectionPoolEntry]):
             super().put(item, block, timeout)
             self._wake()
 
-    def left(self) -> int:
-        """The number of items that no waiting thread will take."""
-        return max(0, len(self.queue) - len(self._turns))
-
     def _full(self) -> bool:
-        return 0 < self.maxsize <= self.left()
+        # An item for a thread that has not yet run is not kept.
+        return 0 < self.maxsize <= len(self.queue) - self.waiting
 
     def _next(self) -> list[threading.Condition]:
         return list(islice(self._turns, len(self.queue)))
@@ -65,6 +71,6 @@ class FairPool(QueuePool):
     _queue_class = _FairQueue
     _pool: _FairQueue
 
-    def checkedin(self) -> int:
-        """The number of connections at hand that no waiting thread will take."""
-        return self._pool.left()
+    def idle(self) -> int:
+        """The connections at hand that are for no waiting thread; negative if more threads wait."""
+        return self.checkedin() - self._pool.waiting

@@ -130,16 +130,16 @@ class Pool:
             loan.pool is pool
             and loan.connection.pgconn.transaction_status == TransactionStatus.IDLE
             and not _counts_wrongly(loan.connection)
-            and isinstance(pool, QueuePool)
+            and isinstance(pool, FairPool)
             and len(self._spares) < self._most_spares
             # A user of the engine may wait for a connection if there can be no more. A full pool would close this one.
-            and (pool.size() + pool.overflow() < self.most_connections or pool.checkedin() >= pool.size())
+            and (pool.size() + pool.overflow() < self.most_connections or pool.idle() >= pool.size())
         )
 
     def _has_idle(self) -> bool:
-        """Whether SQLAlchemy's pool has a connection at hand."""
+        """Whether SQLAlchemy's pool has a connection at hand that is for no waiting thread."""
         pool = self.engine.pool
-        return isinstance(pool, QueuePool) and pool.checkedin() > 0
+        return isinstance(pool, FairPool) and pool.idle() > 0
 
     def _spare(self) -> Loan | None:
         """Take a spare connection, if there is one."""

@@ -6,12 +6,15 @@ import errno
 import os
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from decimal import Decimal
+from functools import partial
 from itertools import count
 from typing import Any
+from unittest.mock import ANY
 from urllib.parse import quote
 
 import psycopg
@@ -22,7 +25,7 @@ from psycopg.types.json import set_json_loads
 from psycopg.types.string import StrDumper
 
 from eventsql_orchestration import EventSQL, Publication, Topic
-from eventsql_orchestration.database import CallersConnection, Connection, Database, sessions, tables
+from eventsql_orchestration.database import CallersConnection, Connection, Database, fair_pool, sessions, tables
 from eventsql_orchestration.database.connections import driver_connection
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import (
@@ -263,7 +266,7 @@ def test_a_thread_that_waits_in_the_pool_gets_a_connection_that_could_be_kept_at
             # As if other threads were making connections, which then fail: this wakes nobody.
             overflow, pool._overflow = pool._overflow, pool._max_overflow
             waiting.start()
-            until(lambda: bool(pool._pool._turns))
+            until(lambda: bool(pool._pool.waiting))
             pool._overflow = overflow
         waiting.join(10)
         assert not waiting.is_alive()
@@ -285,7 +288,7 @@ def test_a_thread_that_waits_for_a_connection_is_served_before_the_thread_that_g
             waiting = []
             for name in ["first", "second", "third"]:
                 waiting.append(executor.submit(use, name))
-                until(lambda: len(pool._pool._turns) == len(waiting))
+                until(lambda: pool._pool.waiting == len(waiting))
         use("again")
         for each in waiting:
             each.result(PATIENCE)
@@ -298,11 +301,11 @@ def test_a_thread_whose_time_is_up_leaves_its_turn_to_the_next_one(dsn: str, unt
         with database.connection() as connection:
             timeout, pool._timeout = pool._timeout, 0.2
             impatient = executor.submit(pid_of, database)
-            until(lambda: bool(pool._pool._turns) or impatient.done())
+            until(lambda: bool(pool._pool.waiting) or impatient.done())
             pool._timeout = timeout
             waiting = executor.submit(pid_of, database)
             assert isinstance(impatient.exception(PATIENCE), DatabaseBusyError)
-            until(lambda: bool(pool._pool._turns))
+            until(lambda: bool(pool._pool.waiting))
             pid = connection.info.backend_pid
         assert waiting.result(PATIENCE) == pid
 
@@ -313,7 +316,7 @@ def test_no_connection_is_closed_that_a_waiting_thread_will_take(dsn: str, until
         with ExitStack() as taken:
             connections = [taken.enter_context(database.connection()) for _ in range(2)]
             waiting = [executor.submit(pid_of, database) for _ in range(2)]
-            until(lambda: len(pool._pool._turns) == 2)
+            until(lambda: pool._pool.waiting == 2)
             # No waiting thread runs until both connections are given back.
             with pool._pool.mutex:
                 taken.close()
@@ -336,12 +339,44 @@ def test_each_waiting_thread_gets_one_of_the_connections_that_are_given_back_at_
                 for _ in range(connections):
                     stack.enter_context(database.connection())
             waiting = [executor.submit(use) for _ in range(3)]
-            until(lambda: len(pool._pool._turns) == 3)
+            until(lambda: pool._pool.waiting == 3)
             # The pool keeps two connections, and one at hand.
             with pool._pool.mutex:
                 taken.close()
         for each in waiting:
             each.result(PATIENCE)
+
+
+def test_ctrl_c_at_any_moment_of_waiting_for_a_connection_leaves_nobody_waiting() -> None:
+    for after in count():
+        queue = fair_pool._FairQueue(1)
+        queue.put(ANY)
+        goes_on = interrupted(after, partial(queue.get, timeout=0), module="fair_pool.py")
+        assert queue.waiting == 0
+        if not goes_on:
+            break
+    assert after > 5
+
+
+def test_a_thread_that_ctrl_c_interrupts_leaves_its_turn_to_the_next_one(until: Until) -> None:
+    class Turns(deque[threading.Condition]):
+        def remove(self, turn: threading.Condition) -> None:
+            super().remove(turn)
+            raise KeyboardInterrupt
+
+    queue = fair_pool._FairQueue(1)
+    with ThreadPoolExecutor(1) as executor:
+        with queue.mutex:
+            waiting = executor.submit(queue.get, timeout=PATIENCE)
+        until(lambda: queue.waiting == 1)
+        with queue.mutex:
+            # As if a thread before it had been woken for this item.
+            queue.queue.append(ANY)
+            turns, queue._turns = queue._turns, Turns(queue._turns)
+            with pytest.raises(KeyboardInterrupt):
+                queue.get(timeout=0)
+            queue._turns = turns
+        assert waiting.result(PATIENCE / 2) is ANY
 
 
 def test_no_connection_is_kept_at_hand_where_there_are_few_or_while_somebody_may_wait_for_one(dsn: str) -> None:
