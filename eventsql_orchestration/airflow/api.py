@@ -24,6 +24,9 @@ URL_FILE: Final = "airflow.url"
 
 UNAUTHORIZED: Final = 401
 NOT_FOUND: Final = 404
+CONFLICT: Final = 409
+SERVER_ERROR: Final = 500
+"""The least status of HTTP for errors of a server."""
 
 
 class AirflowApi:
@@ -45,7 +48,7 @@ class AirflowApi:
     def ask(self, method: str, path: str, **body: Any) -> Any:
         """Ask the API, for example `ask("GET", "/dags")`; gives the answer's JSON.
 
-        Raises `AirflowAnswerError` for a refusal, and `LocalAirflowError` if no answer comes.
+        Raises `AirflowAnswerError` for a refusal, and `LocalAirflowError` if no answer comes or the server fails.
         """
         known = self._token is not None
         answer = self._send(method, path, body)
@@ -84,13 +87,19 @@ class AirflowApi:
 
     def _request(self, method: str, path: str, **options: Any) -> requests.Response:
         try:
-            return requests.request(
+            answer = requests.request(
                 method, f"{self.url}{path}", timeout=TIMEOUT, proxies=self._proxies, **options
             )  # fmt: skip
         except requests.RequestException as error:
             raise LocalAirflowError(
                 f"no Airflow answers at {self.url} ({type(error).__name__}): start it, or give its URL"
             ) from error
+        if answer.status_code >= SERVER_ERROR:
+            # A proxy answers so while Airflow is away.
+            raise LocalAirflowError(
+                f"Airflow at {self.url} failed at {method} {path}: {answer.status_code} {answer.text[:500]}"
+            )
+        return answer
 
     def _json(self, answer: requests.Response) -> Any:
         try:

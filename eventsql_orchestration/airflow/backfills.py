@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, Final
 from urllib.parse import quote, urlsplit
 
-from eventsql_orchestration.airflow.api import NOT_FOUND, AirflowApi
+from eventsql_orchestration.airflow.api import CONFLICT, NOT_FOUND, AirflowApi
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.orchestration.backfills.launcher import BackfillJob, Ended, Launcher
 from eventsql_orchestration.orchestration.backfills.windows import read_key
@@ -71,6 +71,7 @@ class AirflowRuns(Launcher):
         self._consumer = consumer
         self._dag = dag
         self._was_paused = False
+        self._run_ids: dict[str, str] = {}
 
     @cached_property
     def job(self) -> BackfillJob:
@@ -135,10 +136,14 @@ class AirflowRuns(Launcher):
         request = ReplayRequest(self._topic, self._consumer, key, max_failures)
         # A window may have several runs, and a name of a shard may have characters that ids of runs may not have.
         run_id = f"{_prefix(backfill_id)}{key.partition(':')[2].partition('@')[0]}__{secrets.token_hex(4)}"
+        # A launch that got no answer and is repeated makes no second run.
+        run_id = self._run_ids.setdefault(key, run_id)
         note = f"Backfill {backfill_id} of {self._topic}/{self._consumer}, window {key}"
         try:
             return self._api.trigger(self.job.name, request.conf(), run_id=run_id, note=note)
         except AirflowAnswerError as error:
+            if error.status == CONFLICT:
+                return run_id
             raise RunFailedError(f"DAG {self.job.name} could not be run: {error}") from error
 
     def ended(self, runs: Iterable[str]) -> dict[str, Ended]:

@@ -28,6 +28,8 @@ class FakeAirflow:
         self.scheduler = "healthy"
         self.login: dict[str, str] | None = None
         self.tokens = 0
+        self.lost = 0
+        """The number of the next answers that a proxy loses."""
         self.asked: list[str] = []
 
     def answer(self, method: str, url: str, token: str | None, body: Any) -> tuple[int, Any]:
@@ -41,7 +43,11 @@ class FakeAirflow:
         if token != f"Bearer token-{self.tokens}":
             return 401, {"detail": "the token has ended"}
         self.asked.append(f"{method} {path}")
-        return self._answer(method, path.removeprefix("/api/v2"), query, body)
+        answer = self._answer(method, path.removeprefix("/api/v2"), query, body)
+        if self.lost:
+            self.lost -= 1
+            return 502, {"detail": "bad gateway"}
+        return answer
 
     def _answer(self, method: str, path: str, query: dict[str, list[str]], body: Any) -> tuple[int, Any]:
         match = re.fullmatch(r"/dags/([^/]+)(/dagRuns(/(.+))?)?", path)
@@ -66,6 +72,8 @@ class FakeAirflow:
     def _run(self, body: Any) -> tuple[int, Any]:
         if not re.fullmatch(r"[A-Za-z0-9_.~:+-]+", body["dag_run_id"]):
             return 400, {"detail": "run id"}
+        if any(run["dag_run_id"] == body["dag_run_id"] for run in self.runs):
+            return 409, {"detail": "it exists"}
         run = {"dag_run_id": body["dag_run_id"], "conf": body["conf"], "state": "success"}
         try:
             self.execute(context_of(run_id=body["dag_run_id"], conf=body["conf"]))

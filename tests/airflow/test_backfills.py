@@ -235,6 +235,19 @@ def test_a_refused_run_raises_an_error_of_the_package(url: str, fake: FakeAirflo
         runs.launch("one", "one:0-3")
 
 
+def test_a_launch_whose_answer_a_proxy_loses_is_repeated_without_a_second_run(url: str, fake: FakeAirflow) -> None:
+    fake.execute = lambda _: None
+    runs = runs_in(url)
+    assert runs.job.name == "billing"
+    fake.lost = 1
+    with pytest.raises(LocalAirflowError, match="502") as raised:
+        runs.launch("one", "one:0-3")
+    assert not isinstance(raised.value, AirflowAnswerError)
+    again = runs.launch("one", "one:0-3")
+    assert [run["dag_run_id"] for run in fake.runs] == [again]
+    assert runs.launch("one", "one:0-3@other") != again
+
+
 def test_a_shard_whose_name_no_run_id_can_have_has_runs(url: str, fake: FakeAirflow) -> None:
     fake.execute = lambda _: None
     run = runs_in(url).launch("one", "one:0-3:1@shard/2")
