@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import requests
 
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.cli.backfill_output import conclude
+from eventsql_orchestration.dagster.backfills.job import DagsterJob
 from eventsql_orchestration.dagster.backfills.local_launcher import LocalRuns
 from eventsql_orchestration.dagster.backfills.remote_launcher import RemoteDagster
 from eventsql_orchestration.dagster.local import webserver
@@ -31,7 +33,7 @@ from eventsql_orchestration.orchestration.backfills.driver import BackfillDriver
 from eventsql_orchestration.orchestration.backfills.launcher import BackfillJob, Ended
 from eventsql_orchestration.orchestration.backfills.registry import Backfills
 from eventsql_orchestration.orchestration.backfills.windows import Backfill, Plan, ReplayRange, resume_command
-from eventsql_orchestration.orchestration.errors import LocalDagsterError, RunFailedError
+from eventsql_orchestration.orchestration.errors import AirflowAnswerError, LocalDagsterError, RunFailedError
 from eventsql_orchestration.topics.positions import Earliest
 from tests.cli.conftest import Run, Start, one_line
 from tests.dagster import backfill_location as location
@@ -576,6 +578,49 @@ def test_a_backfill_outlasts_a_restart_and_launches_no_run_twice(
     assert [record.levelname for record in caplog.records if record.name == driver.__name__] == ["WARNING"]
 
 
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_launch_without_an_answer_is_repeated_only_if_its_run_does_not_come(
+    driven: Driven, monkeypatch: pytest.MonkeyPatch, *, comes: bool
+) -> None:
+    monkeypatch.setattr(driver, "POLL", 0)
+    if not comes:
+        monkeypatch.setattr(driver, "LATE_RUN", 0)
+    launcher, looks = driven.launcher, count()
+    launch, under_way = launcher.launch, launcher.under_way
+
+    def lose(backfill_id: str, key: str, **options: Any) -> str:
+        monkeypatch.setattr(launcher, "launch", launch)
+        if comes:
+            launch(backfill_id, key, **options)
+        raise LocalDagsterError
+
+    # The run is there at the fourth look.
+    monkeypatch.setattr(launcher, "under_way", lambda of: under_way(of) if next(looks) > 3 else {})
+    monkeypatch.setattr(launcher, "launch", lose)
+
+    def finish() -> None:
+        driven.finish()
+        launcher.results = dict.fromkeys(driven.keys, Ended(True))
+
+    outcome = driven.run(finish, parallel=1)
+    assert (outcome.done, launcher.launched) == (True, driven.keys[:1])
+
+
+def test_a_backfill_ends_at_once_if_its_orchestrator_refuses_a_request(
+    driven: Driven, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def refuse(runs: object) -> dict[str, Ended]:
+        asked.append(runs)
+        raise AirflowAnswerError(status=403)
+
+    monkeypatch.setattr(driven.launcher, "ended", refuse)
+    with pytest.raises(AirflowAnswerError):
+        driven.run(parallel=1, max_away=0.5)
+    assert len(asked) == 1
+
+
 def test_a_backfill_ends_if_its_orchestrator_stays_away(driven: Driven, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_runs: object) -> dict[str, Ended]:
         raise LocalDagsterError
@@ -669,6 +714,34 @@ def test_one_of_several_code_locations_with_the_consumer_has_to_be_named(monkeyp
     locations.append(location("staging"))
     with pytest.raises(ValidationError):
         _ = RemoteDagster("http://127.0.0.1:3000", "orders", "ledger").job
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"), [("PythonError", LocalDagsterError), ("PipelineNotFoundError", RunFailedError)]
+)
+def test_a_launch_that_dagster_cannot_answer_is_not_a_refusal(
+    monkeypatch: pytest.MonkeyPatch, kind: str, error: type[EventSQLError]
+) -> None:
+    answer = {"launchRun": {"__typename": kind, "message": "why"}}
+    monkeypatch.setattr(webserver.Webserver, "ask", lambda *_, **__: answer)
+    with pytest.raises(EventSQLError, match="'job' could not be launched: why") as raised:
+        webserver.Webserver("http://127.0.0.1:3000").launch("repository", "location", "job", config={}, tags={})
+    assert type(raised.value) is error
+
+
+def test_a_run_whose_webserver_was_killed_before_it_submitted_the_run_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    created = webserver.RunOfWebserver("run", "job", "NOT_STARTED", {"dagster/partition": "one:0-3"})
+    submitted = webserver.RunOfWebserver("run-2", "job", "QUEUED", {"dagster/partition": "one:3-6"})
+
+    def runs(_: object, *, tags: object, statuses: list[str]) -> list[webserver.RunOfWebserver]:
+        return [run for run in [created, submitted] if run.status in statuses]
+
+    dagster = RemoteDagster("http://127.0.0.1:3000", "orders", "ledger")
+    monkeypatch.setattr(webserver.Webserver, "runs", runs)
+    monkeypatch.setattr(RemoteDagster, "job", DagsterJob("job", (), "partitions", "orders/ledger"))
+    assert dagster.under_way("one") == {"one:3-6": "run-2"}
 
 
 def test_the_password_of_a_url_is_sent_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,10 @@ from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.orchestration.backfills.launcher import Ended, Launcher
 from eventsql_orchestration.orchestration.errors import LocalDagsterError, RunFailedError
 
-_UNDER_WAY: Final = ["QUEUED", "NOT_STARTED", "MANAGED", "STARTING", "STARTED", "CANCELING"]
+_SUBMITTED: Final = ["QUEUED", "MANAGED", "STARTING", "STARTED", "CANCELING"]
+"""Without NOT_STARTED, which a run stays for ever if its webserver was killed between creating and submitting it."""
+
+_UNDER_WAY: Final = ["NOT_STARTED", *_SUBMITTED]
 
 _ADD_PARTITION: Final = """
 mutation ($selector: RepositorySelector!, $name: String!, $key: String!) {
@@ -87,7 +90,7 @@ class RemoteDagster(Launcher):
         return bool(self._webserver.runs(tags=listed_tags(self.job.tags(backfill_id)), limit=1))
 
     def under_way(self, backfill_id: str) -> dict[str, str]:
-        runs = self._webserver.runs(tags=listed_tags(self.job.tags(backfill_id)), statuses=_UNDER_WAY)
+        runs = self._webserver.runs(tags=listed_tags(self.job.tags(backfill_id)), statuses=_SUBMITTED)
         return {run.tags[DAGSTER_PARTITION_TAG]: run.id for run in runs if DAGSTER_PARTITION_TAG in run.tags}
 
     def launch(self, backfill_id: str, key: str, *, max_failures: int | None = None) -> str:

@@ -199,7 +199,7 @@ class LocalDagster:
         return dg.DagsterInstance.from_config(str(self.instance_home))
 
     def launch(self, job: str, *, run_config: Mapping[str, Any] | None = None) -> str:
-        """Launch a run of `job`; gives its id. Raises `RunFailedError` if Dagster refuses it."""
+        """Launch a run of `job`; gives its id. Raises as `Webserver.launch`."""
         webserver = Webserver(self.url)
         for repository in webserver.repositories():
             if job in {each["name"] for each in repository["jobs"]}:

@@ -121,7 +121,10 @@ class Webserver:
     def launch(
         self, repository: str, location: str, job: str, *, config: Mapping[str, Any], tags: Mapping[str, str]
     ) -> str:
-        """Launch a run of a job; gives its id. Raises `RunFailedError` if Dagster refuses it."""
+        """Launch a run of a job; gives its id.
+
+        Raises `RunFailedError` if Dagster refuses it, and `LocalDagsterError` if it cannot, as without its storage.
+        """
         parameters = {
             "selector": {"repositoryLocationName": location, "repositoryName": repository, "jobName": job},
             "runConfigData": config,
@@ -130,7 +133,8 @@ class Webserver:
         answer = self.ask(_LAUNCH, parameters=parameters)["launchRun"]
         if answer["__typename"] != "LaunchRunSuccess":
             why = answer.get("message") or "; ".join(error["message"] for error in answer.get("errors", []))
-            raise RunFailedError(f"job {job!r} could not be launched: {one_line(why) or answer['__typename']}")
+            error = LocalDagsterError if answer["__typename"] == "PythonError" else RunFailedError
+            raise error(f"job {job!r} could not be launched: {one_line(why) or answer['__typename']}")
         return str(answer["run"]["runId"])
 
     def runs(self, *, limit: int | None = None, **filters: Any) -> list[RunOfWebserver]:

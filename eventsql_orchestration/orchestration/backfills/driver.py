@@ -13,7 +13,7 @@ from eventsql_orchestration.errors import DatabaseUnavailableError
 from eventsql_orchestration.orchestration.backfills.launcher import Ended, Launcher
 from eventsql_orchestration.orchestration.backfills.registry import Backfills
 from eventsql_orchestration.orchestration.backfills.windows import DEFAULT_MAX_FAILURES, Backfill, PlannedRun
-from eventsql_orchestration.orchestration.errors import LocalProcessError
+from eventsql_orchestration.orchestration.errors import AirflowAnswerError, LocalProcessError
 from eventsql_orchestration.retry import pause_while_away
 
 logger = logging.getLogger(__name__)
@@ -25,6 +25,10 @@ POLL = 0.5
 
 MAX_AWAY: Final = 600.0
 """Seconds without an answer of the orchestrator or the database until a backfill that has begun ends."""
+
+LATE_RUN: Final = 20.0
+"""Seconds to look for the run of a launch that got no answer, until it is launched again: a webserver that answers too
+late may still create the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,7 @@ class BackfillDriver:
     max_away: float = MAX_AWAY
     _given_up: dict[str, int] = field(default_factory=dict, init=False)
     _failing: str | None = field(default=None, init=False)
+    _launching: str | None = field(default=None, init=False)
     _running: dict[str, str] = field(default_factory=dict, init=False)
     _failures: dict[str, str] = field(default_factory=dict, init=False)
     _done: set[str] = field(default_factory=set, init=False)
@@ -104,15 +109,26 @@ class BackfillDriver:
         under_way = self.launcher.under_way(self.backfill.id)
         self._running = {key: run for key, run in under_way.items() if key in self._planned} | self._running
 
+    def _find_late_run(self) -> None:
+        """Look for the run of a launch that got no answer, if there is one."""
+        deadline = time.monotonic() + LATE_RUN
+        while self._launching is not None:
+            self._find_running()
+            if self._launching in self._running or time.monotonic() >= deadline:
+                self._launching = None
+            else:
+                time.sleep(POLL)
+
     def _outlasting(self, step: Callable[[], T]) -> T:
         """Repeat a step while the orchestrator or the database is away."""
         failures, deadline = 0, time.monotonic() + self.max_away
         while True:
             try:
-                if failures:
-                    # A run may have been launched although the answer was lost.
-                    self._find_running()
+                self._find_late_run()
                 return step()
+            except AirflowAnswerError:
+                # Airflow is there, and would refuse the request again.
+                raise
             except (LocalProcessError, DatabaseUnavailableError) as error:
                 failures += 1
                 if time.monotonic() >= deadline:
@@ -207,7 +223,9 @@ class BackfillDriver:
             if len(self._running.keys() | (leased & set(left))) >= self.parallel:
                 break
             if key not in self._running and key not in leased:
+                self._launching = key
                 self._running[key] = self.launcher.launch(self.backfill.id, key, max_failures=self.max_failures)
+                self._launching = None
         return any(key not in self._running for key in left)
 
     def _progress(self, consumed: dict[str, int]) -> DriverProgress:
