@@ -350,10 +350,12 @@ class Retainer:
 
     @contextmanager
     def _waiting(self, topic: Topic) -> Iterator[None]:
-        """Translate timeouts of the block: transactions that read a segment cause them."""
+        """Translate timeouts and deadlocks of the block: transactions that read a segment cause them."""
         try:
             yield
-        except (psycopg.errors.QueryCanceled, psycopg.errors.LockNotAvailable) as error:
+        except (
+            psycopg.errors.QueryCanceled, psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected,
+        ) as error:  # fmt: skip
             raise DatabaseBusyError(
                 f"an open transaction still reads a segment of topic {topic.name!r}: the next run goes on. `eventsql "
                 "doctor` names transactions that have been open for a minute"

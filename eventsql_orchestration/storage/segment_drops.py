@@ -75,12 +75,12 @@ class SegmentDrops:
         row = fetch_first(connection, self._on_segment(connection, "first", segment), prepare=False)
         if row is None:
             return None
-        last = fetch_first(connection, self._on_segment(connection, "last", segment), prepare=False)
+        last = self._last(connection, segment)
         return None if last is None else Span(row[0], last[0], row[1])
 
     def newest(self, connection: Connection, segment: Segment) -> Newest | None:
         """The newest event of a segment, and the planner's estimate of its events; None if it is empty."""
-        last = fetch_first(connection, self._on_segment(connection, "last", segment), prepare=False)
+        last = self._last(connection, segment)
         if last is None:
             return None
         table = sql.Identifier(self._schema, segment.table).as_string(connection)
@@ -96,6 +96,9 @@ class SegmentDrops:
         row = fetch_first(connection, self._on_segment(connection, "unpassed", segment), values, prepare=False)
         return None if row is None else (row[0], row[1])
 
+    def _last(self, connection: Connection, segment: Segment) -> tuple[int, float] | None:
+        return fetch_first(connection, self._on_segment(connection, "last", segment), prepare=False)
+
     def _on_segment(self, connection: Connection, name: str, segment: Segment) -> sql.SQL:
         return self._queries.on_store(connection, name, self._topic, blocks=segment.in_blocks, table=segment.table)
 
@@ -108,23 +111,27 @@ class SegmentDrops:
         """
         look = _Look(segment.start, segment.end, segment.in_blocks, newest)
         try:
-            self._mark(connection, segment, json.dumps(asdict(look)))
-            self._detach(connection, segment)
-        except psycopg.errors.DiskFull:
-            # A mark and a detach write rows of the catalog. A drop only deletes some, and makes room.
-            return self._drop_attached(connection, segment, newest)
-        except BaseException as error:
-            with suppress(psycopg.Error):
+            try:
+                self._mark(connection, segment, json.dumps(asdict(look)))
+                self._detach(connection, segment)
+            except psycopg.errors.DiskFull as error:
+                # A mark and a detach write rows of the catalog. A drop only deletes some, and makes room.
+                if self._drop_attached(connection, segment, newest):
+                    return True
                 self._unmark(connection, segment, error)
+                return False
+        except BaseException as error:
+            self._unmark(connection, segment, error)
             raise
         return self._end(connection, segment, newest)
 
     def _drop_attached(self, connection: Connection, segment: Segment, newest: int) -> bool:
         """Drop a segment while readers and writers of the log wait. False if it has an event after `newest`."""
         with connection.transaction():
-            self._alter(connection, segment.table, "LOCK TABLE {log} IN ACCESS EXCLUSIVE MODE", log=segment.log)
-            last = self.newest(connection, segment)
-            if last is not None and last.offset > newest:
+            # The drop locks the segment.
+            self._alter(connection, segment.table, "LOCK TABLE ONLY {log} IN ACCESS EXCLUSIVE MODE", log=segment.log)
+            last = self._last(connection, segment)
+            if last is not None and last[0] > newest:
                 return False
             self._alter(connection, segment.table, "DROP TABLE {segment}")
         return True
@@ -160,12 +167,14 @@ class SegmentDrops:
     def _unmark(self, connection: Connection, segment: Segment, error: BaseException) -> None:
         """Remove the mark of a segment, unless its detach has begun: an operator may detach the segment to keep it.
 
-        `error`, which ended the detach, tells whether another session's detach is under way.
+        `error`, which ended the detach, tells whether another session's detach is under way. If this fails too, the
+        next run removes the mark.
         """
-        existing = segments(connection, self._schema, self._topic) or ()
-        detaching = any(each.table == segment.table and each.detaching for each in existing)
-        if not detaching or isinstance(error, psycopg.errors.ObjectNotInPrerequisiteState):
-            self._mark(connection, segment, None)
+        with suppress(psycopg.Error):
+            existing = segments(connection, self._schema, self._topic) or ()
+            detaching = any(each.table == segment.table and each.detaching for each in existing)
+            if not detaching or isinstance(error, psycopg.errors.ObjectNotInPrerequisiteState):
+                self._mark(connection, segment, None)
 
     def _end(self, connection: Connection, segment: Segment, newest: int, *, force: bool = False) -> bool:
         """Drop a detached segment, or attach it again if it has an event after `newest`. Returns whether it is dropped.

@@ -414,7 +414,79 @@ def test_a_segment_that_was_written_to_late_is_kept_on_a_full_disk_too(
 ) -> None:
     written_to_late(lambda: fill_disk(session, "ALTER TABLE"))
     (kept,) = platform.retention.run_once()
-    assert kept.segments == 0
+    assert (kept.segments, Leftovers(platform.shards[0].database).begun_drops()) == (0, [])
     session.execute("DROP EVENT TRIGGER full_disk")
     platform.retention.run_once()
     assert consume(platform, "all") == 3
+
+
+def test_a_segment_that_is_read_too_long_on_a_full_disk_is_kept_without_a_mark(
+    platform: EventSQL, session: Connection, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segment_drops, "LOCK_SECONDS", 0.1)
+    retained(platform, events=10)
+    fill_disk(session, "ALTER TABLE")
+    reading = sessions()
+    reading.execute("SELECT count(*) FROM eventsql.orders_event")
+    with pytest.raises(DatabaseBusyError):
+        platform.retention.run_once()
+    assert Leftovers(platform.shards[0].database).begun_drops() == []
+
+
+def test_a_drop_on_a_full_disk_waits_for_no_other_segment(
+    platform: EventSQL, session: Connection, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segment_drops, "LOCK_SECONDS", 0.1)
+    retained(platform, events=10)
+    fill_disk(session, "ALTER TABLE")
+    sessions().execute(f"SELECT count(*) FROM eventsql.{segments.segment_name('orders', 40)}")
+    (dropped,) = platform.retention.run_once()
+    assert dropped.segments == 4
+
+
+def test_nobody_waits_on_a_full_disk_until_the_events_of_a_segment_are_counted(
+    platform: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    retained(platform, events=10)
+    fill_disk(session, "ALTER TABLE")
+    newest, waiting = SegmentDrops.newest, list[bool]()
+
+    def look(*given: Any) -> Any:
+        held = session.execute(
+            "SELECT FROM pg_locks WHERE relation = %s::regclass AND mode = 'AccessExclusiveLock'",
+            [f"eventsql.{stored('orders')}"],
+        )
+        waiting.append(held.fetchone() is not None)
+        return newest(*given)
+
+    monkeypatch.setattr(SegmentDrops, "newest", look)
+    platform.retention.run_once()
+    assert waiting
+    assert not any(waiting)
+
+
+def test_a_deadlock_ends_the_drop_on_a_full_disk_and_not_its_reader(
+    platform: EventSQL,
+    session: Connection,
+    sessions: Sessions,
+    until_blocked: UntilBlocked,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    retained(platform, events=10)
+    fill_disk(session, "ALTER TABLE")
+    reading, alter = sessions(), SegmentDrops._alter
+    reading.execute("SET deadlock_timeout = '1h'")
+    reading.execute(f"SELECT count(*) FROM eventsql.{segments.segment_name('orders', 0)}")
+    with ThreadPoolExecutor(1) as executor:
+        read = list[Any]()
+
+        def read_log(*given: Any, **named: Any) -> None:
+            if "DROP TABLE" in given[3]:
+                read.append(executor.submit(reading.execute, "SELECT count(*) FROM eventsql.orders_event"))
+                until_blocked()
+            alter(*given, **named)
+
+        monkeypatch.setattr(SegmentDrops, "_alter", read_log)
+        with pytest.raises(DatabaseBusyError, match="next run goes on"):
+            platform.retention.run_once()
+        assert read[0].result().fetchone() == (50,)
