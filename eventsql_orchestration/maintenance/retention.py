@@ -18,6 +18,7 @@ from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.installation import REGISTRY_LOCK
 from eventsql_orchestration.database.role_statements import act_as_owner, grant
 from eventsql_orchestration.database.sessions import let_last, wait_at_most
+from eventsql_orchestration.database.translation import describe
 from eventsql_orchestration.errors import DatabaseBusyError, EventSQLError, PermissionDeniedError
 from eventsql_orchestration.maintenance.compaction import Compactor
 from eventsql_orchestration.maintenance.erasure import prune_records
@@ -188,7 +189,7 @@ class Retainer:
             # Writers that know no segments, as EventSQL's Java library, may write to the log.
             with self._brief() as connection:
                 if connection.execute(Queries("log", schema)("lock_topic"), {"topic": topic.name}).fetchone():
-                    segments.ensure_ahead(connection, schema, topic.name)
+                    self._make_ahead(connection, topic)
         if topic.retention is None and not unfinished:
             return None
 
@@ -216,7 +217,7 @@ class Retainer:
         return SegmentDrops(self._database.schema, topic.name, wait=WAIT_SECONDS)
 
     def _roll(self, connection: Connection, topic: Topic) -> int:
-        """Close the current segment if it holds its share, and make segments ahead.
+        """Make segments ahead, and close the current segment if it holds its share and there is room for others.
 
         Gives an id up to which the log cannot change any more: this holds the topic, so no writer is active.
         """
@@ -226,12 +227,21 @@ class Retainer:
             connection.execute(Queries("log", schema)("await_topic"), {"topic": topic.name})
             newest = segments.newest_id(connection, schema, topic.name)
             existing = segments.segments(connection, schema, topic.name) or []
-            if (segment := self._to_close(connection, topic, existing, newest)) is not None:
+            segment = self._to_close(connection, topic, existing, newest)
+            # No rollback takes a roll back, and the next events need the segments after it.
+            if self._make_ahead(connection, topic) and segment is not None:
                 segments.roll(connection, schema, topic.name, segment)
-            # A full disk has no room for another segment until this run has dropped one.
-            with suppress(psycopg.errors.DiskFull), connection.transaction():
-                segments.ensure_ahead(connection, schema, topic.name)
             return segments.newest_id(connection, schema, topic.name)
+
+    def _make_ahead(self, connection: Connection, topic: Topic) -> bool:
+        """Make segments ahead in the caller's transaction, which holds the topic. False if the disk has no room."""
+        try:
+            with connection.transaction():
+                segments.ensure_ahead(connection, self._database.schema, topic.name)
+        except psycopg.errors.DiskFull as error:
+            logger.warning("topic %r gets no further segment for now: %s", topic.name, describe(error))
+            return False
+        return True
 
     def _to_close(self, connection: Connection, topic: Topic, existing: list[Segment], newest: int) -> Segment | None:
         """The current segment, if it holds its share and the log may get a further segment."""

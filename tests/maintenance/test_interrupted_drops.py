@@ -16,6 +16,7 @@ from eventsql_orchestration.database.tables import DROPPED
 from eventsql_orchestration.errors import DatabaseBusyError, DatabaseError
 from eventsql_orchestration.maintenance import retention
 from eventsql_orchestration.model import Retention
+from eventsql_orchestration.publishing import log_room
 from eventsql_orchestration.storage import segment_drops, segments
 from eventsql_orchestration.storage.segment_drops import SegmentDrops
 from eventsql_orchestration.topics.leftovers import Leftovers
@@ -490,3 +491,28 @@ def test_a_deadlock_ends_the_drop_on_a_full_disk_and_not_its_reader(
         with pytest.raises(DatabaseBusyError, match="next run goes on"):
             platform.retention.run_once()
         assert read[0].result().fetchone() == (50,)
+
+
+def test_a_topic_goes_on_while_the_disk_has_no_room_for_another_segment(
+    platform: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_room, "ROOM_CHECK", 1_000)
+    retained(platform, 2, seconds=3600)
+    fill_disk(session, "CREATE TABLE")
+    for _ in range(4):
+        age(session, 3600 / retention.ROLL_SHARE + 1, upto=platform.reader.end("orders"))
+        platform.retention.run_once()
+        platform.publisher.publish(Publication("orders", b"more"))
+        platform.transfer.run_once()
+    assert len(platform.reader.read("orders")) == 9
+
+
+def test_a_topic_that_keeps_everything_fails_no_retention_on_a_full_disk(
+    platform: EventSQL, session: Connection
+) -> None:
+    platform.registry.register_topic(Topic("others"))
+    fill(platform, 10, topic="others")
+    retained(platform, events=10)
+    fill_disk(session, "CREATE TABLE")
+    (dropped,) = platform.retention.run_once()
+    assert (dropped.topic, dropped.segments) == ("orders", 4)
