@@ -377,8 +377,8 @@ class Database:
                 if isinstance(cause, _MADE_BEFORE):
                     raise DatabaseError(
                         f"schema {self.schema!r} of {self} has something that the migration makes "
-                        f"({describe(cause)}), as after a restore that did not end: drop the schema and restore "
-                        "again, or rename what is yours; nothing was changed"
+                        f"({describe(cause)}), and nothing was changed: rename it if it is yours; if it is of a "
+                        "restore that did not end, drop the database that was made for the restore, and restore again"
                     ) from error
                 if isinstance(cause, psycopg.errors.InsufficientPrivilege):
                     with self.pooled() as connection:
