@@ -236,6 +236,16 @@ def _end_of_other_form(connection: Connection, schema: str, topic: str) -> int:
     return max((end - 1 for _, _, end, _, _, log in found if log != written), default=0)
 
 
+def _behind(connection: Connection, state: SequenceState, relation: str, after: int = 0) -> SequenceError | None:
+    """The error for a sequence that gives out ids below those in `relation`, or up to `after`."""
+    highest = _highest(connection, state.schema, relation)
+    if state.behind(highest, relation=relation, after=after) is None:
+        return None
+    # A writer may have drawn ids since the first look at the sequence.
+    again = states(connection, state.schema, [state.table])
+    return next((each.behind(highest, relation=relation, after=after) for each in again), None)
+
+
 def faults(connection: Connection, schema: str, topics: Iterable[str]) -> list[SequenceError]:
     """The faults of the sequences of the platform's tables and of the logs of `topics`."""
     logs = {written_table(connection, schema, topic): topic for topic in topics}
@@ -246,12 +256,7 @@ def faults(connection: Connection, schema: str, topics: Iterable[str]) -> list[S
             # A log in both forms has ids in the table without the sequence, too.
             relation = stored_table(connection, schema, topic)
             after = _end_of_other_form(connection, schema, topic)
-        highest = _highest(connection, schema, relation)
-        behind = state.behind(highest, relation=relation, after=after)
-        if behind is not None:
-            # A writer may have drawn ids since the first look at the sequence.
-            again = states(connection, schema, [state.table])
-            behind = next((each.behind(highest, relation=relation, after=after) for each in again), None)
+        behind = _behind(connection, state, relation, after)
         found += filter(None, (state.error(), behind, state.nearly_used_up()))
     return found
 
@@ -262,5 +267,5 @@ def unused(connection: Connection, schema: str, names: Sequence[str]) -> list[Se
     They are of a logical replica, which has no values of sequences. Only such a table is read.
     """
     never = [state for state in states(connection, schema, names) if state.last == 0]
-    found = (state.behind(_highest(connection, schema, state.table)) for state in never)
+    found = (_behind(connection, state, state.table) for state in never)
     return [fault for fault in found if fault is not None]

@@ -491,3 +491,19 @@ def test_ids_that_are_drawn_between_the_looks_are_no_fault(
 
     monkeypatch.setattr(sequences, "_highest", written_meanwhile)
     assert sequences.faults(session, "eventsql", ["orders", "payments"]) == []
+
+
+def test_a_table_that_gets_its_first_row_between_the_looks_is_of_no_logical_replica(
+    platform: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    highest, table = sequences._highest, "event_buffer"
+
+    def written_meanwhile(*given: Any) -> int:
+        publish(platform, 1)
+        return highest(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sequences, "_highest", written_meanwhile)
+        assert sequences.unused(session, "eventsql", [table]) == []
+    session.execute(f"ALTER SEQUENCE {BUFFER} RESTART")
+    assert [fault.sequence for fault in sequences.unused(session, "eventsql", [table])] == [BUFFER]
