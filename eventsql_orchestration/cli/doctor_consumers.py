@@ -79,6 +79,8 @@ def idle_findings(shard: Shard) -> Iterator[Finding]:
     for lag in without_backfills(shard.lag()):
         if lag.cause is LagCause.WAITING:
             waiting.setdefault((lag.topic, lag.consumer), []).append(lag)
+    if not waiting:
+        return
     recent = datetime.now(UTC) - IDLE
     states = shard.registry.consumers()
     busy = {(each.topic, each.name) for each in states if (each.last_consumption_at or recent) > recent}

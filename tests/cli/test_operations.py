@@ -23,12 +23,15 @@ from click.testing import Result
 from sqlalchemy import make_url
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
+from eventsql_orchestration.cli.doctor_consumers import idle_findings
 from eventsql_orchestration.cli.doctor_database import transaction_findings
+from eventsql_orchestration.consumer import ConsumerState
 from eventsql_orchestration.consuming.deliveries import Deliveries
 from eventsql_orchestration.database import Connection, migrations
 from eventsql_orchestration.database.translation import MORE_CONNECTIONS
 from eventsql_orchestration.errors import DatabaseFullError, DatabaseUnavailableError, MissingExtraError
 from eventsql_orchestration.spark.java import JavaRuntime
+from eventsql_orchestration.topics.registry import Registry
 from tests.cli.conftest import Run, Start
 from tests.fixtures import UntilBlocked
 from tests.forms import stored
@@ -236,6 +239,21 @@ def test_a_consumer_that_nobody_runs_is_named_after_ten_minutes(
     # It has consumed an event since, so a process runs it, however old its next event is.
     platform.consumers.consume_once(TOPIC, consumer, lambda _event, _connection: None, max_events=1)
     assert {each["status"] for each in diagnose(run)[1]["consumers"]} == {"ok"}
+
+
+def test_idle_consumers_are_looked_for_only_if_events_wait(
+    consumer: str, platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lags, read = platform.lag(TOPIC), Registry.consumers
+    looks = list[Registry]()
+
+    def look(registry: Registry) -> list[ConsumerState]:
+        looks.append(registry)
+        return read(registry)
+
+    monkeypatch.setattr("eventsql_orchestration.shards.shard.Shard.lag", lambda _shard: lags)
+    monkeypatch.setattr(Registry, "consumers", look)
+    assert (list(idle_findings(platform.shards[0])), looks) == ([], [])
 
 
 @pytest.mark.usefixtures("java")
