@@ -176,8 +176,8 @@ def test_a_dead_letter_is_named_with_its_shard_and_stays_red_while_the_shard_is_
     red, cursor = judge(platform, None, 1_000.0)
     assert not red.passed
     assert red.description == (
-        f"1 dead letter is open: `event {offset} of topic orders[0] on shard shard-2 failed once "
-        "(ValueError: not a number)`"
+        f"1 dead letter is open: event `{offset}` of topic `orders[0]` on shard shard-2 failed once "
+        "(`ValueError: not a number`)"
     )
     (letter,) = platform.dead_letters.list("orders")
     assert red.metadata["show"].value == f"eventsql --shard {OTHER} dlt show orders {letter.id}"

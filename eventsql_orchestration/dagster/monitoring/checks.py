@@ -177,6 +177,8 @@ def verbatim(text: str) -> str:
     Dagster's UI reads descriptions as Markdown. In it, `<class 'int'>` would be gone, and an event could show a link.
     """
     line = " ".join(text.split())
+    if not line:
+        return ""
     fence = "`" * (1 + max(map(len, re.findall("`+", line)), default=0))
     # Markdown takes a space away on both sides.
     return f"{fence} {line} {fence}" if "`" in line else f"{fence}{line}{fence}"

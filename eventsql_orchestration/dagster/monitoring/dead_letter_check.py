@@ -177,12 +177,15 @@ def _given_up(letters: list[DeadLetter]) -> str:
 
 
 def _named(letter: DeadLetter) -> str:
-    often = how_often(letter.metadata.get(dead_letter_values.ATTEMPTS, "some"))
+    # Another publisher may have written any text into a letter.
+    attempts = str(letter.metadata.get(dead_letter_values.ATTEMPTS))
+    often = how_often(attempts if attempts.isdecimal() else "some")
     event = "an event of unknown origin"
     if letter.origin is not None:
         topic, partition, offset = letter.origin.rsplit(":", 2)
-        event = f"event {offset} of topic {topic}" + (f"[{partition}]" if partition != NO_PARTITION else "")
-    return verbatim(f"{event}{_on(letter.shard)} failed {often} ({_error(letter)})")
+        where = topic if partition == NO_PARTITION else f"{topic}[{partition}]"
+        event = f"event {verbatim(offset)} of topic {verbatim(where)}"
+    return f"{event}{_on(letter.shard)} failed {often} ({verbatim(_error(letter))})"
 
 
 def _partition(letter: DeadLetter) -> str:
