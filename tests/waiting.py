@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+import psutil
+
 PATIENCE: Final = 120.0
 """Seconds after which what a test waits for is taken not to happen; far more than it takes on a busy machine."""
 
@@ -21,3 +23,11 @@ def wait_until(condition: Callable[[], object], what: str = "it happens", *, sec
         assert time.monotonic() < deadline, f"waited {seconds:g} s in vain: {what}"
         time.sleep(pause)
         pause = min(pause * 1.2, LONGEST_PAUSE)
+
+
+def ended(process: psutil.Process) -> bool:
+    """Whether a process has ended. In a container, nobody may ask for the result of one without a parent."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

@@ -43,7 +43,7 @@ from eventsql_orchestration.storage import segments
 from eventsql_orchestration.topics.partitioner import default_partition
 from tests.bench.conftest import queues, tables
 from tests.forms import stored
-from tests.waiting import PATIENCE, wait_until
+from tests.waiting import PATIENCE, ended, wait_until
 
 PROGRAM = [
     sys.executable,
@@ -57,14 +57,6 @@ def started(directory: Path) -> psutil.Process:
     written = directory / "pid"
     wait_until(lambda: written.exists() and written.read_text().endswith("."), "the start of the program")
     return psutil.Process(int(written.read_text()[:-1]))
-
-
-def ended(process: psutil.Process) -> bool:
-    """Whether a process has ended. In a container, nobody may ask for the result of one without a parent."""
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def test_quarters_end_between_the_samples_around_them() -> None:

@@ -14,6 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.waiting import ended, wait_until
+
 COMPARISON = Path(__file__).parents[2] / "benchmarks" / "kafka" / "run.py"
 
 
@@ -48,19 +50,12 @@ def test_the_broker_and_the_clients_end_if_it_is_killed(tmp_path: Path) -> None:
         finally:
             run.kill()
             run.wait(10)
-    deadline = time.monotonic() + 60
-    while (left := [each for each in roles.values() if is_running(each)]) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    for each in left:
-        each.kill()
-    assert left == []
-
-
-def is_running(process: psutil.Process) -> bool:
-    """Whether a process has not ended. In a container, nobody may ask for the result of one without a parent."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    return False
+    try:
+        wait_until(lambda: all(map(ended, roles.values())), "the end of the broker and the clients")
+    finally:
+        for each in roles.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
 
 
 def role_of(process: psutil.Process) -> str | None:

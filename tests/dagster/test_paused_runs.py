@@ -32,7 +32,7 @@ from tests.dagster.conftest import Workbench, sql
 from tests.dagster.pausing_consumers import CONSUMERS, ORDERS, STEADY, replayed, replayed_backfill
 from tests.dagster.processes import Machine
 from tests.dagster.stopping import held, stopped
-from tests.waiting import wait_until
+from tests.waiting import ended, wait_until
 
 SLOW = 900.0
 """Seconds that a busy machine may take for a step of many processes at once."""
@@ -93,9 +93,9 @@ class Paused:
 
     def wake(self, window: str) -> None:
         """Let it go on, and wait for its end."""
-        pid = self.processes[window]
-        os.kill(pid, signal.SIGCONT)
-        wait_until(lambda: _has_ended(pid), f"the end of the run that was paused {window}", seconds=SLOW)
+        process = psutil.Process(self.processes[window])
+        process.resume()
+        wait_until(lambda: ended(process), f"the end of the run that was paused {window}", seconds=SLOW)
 
     def run(self, window: str) -> dg.DagsterRun:
         """The run that was paused."""
@@ -117,13 +117,6 @@ def _forked(run: dg.DagsterRun, pid: int) -> bool:
     """Whether the launcher forked a process for a run."""
     worker = Worker.of(run.run_id, run.tags)
     return worker is not None and worker.pid == pid
-
-
-def _has_ended(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return True
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from eventsql_orchestration.database.embedded import EmbeddedPostgres, EmbeddedS
 from tests.conftest import is_setting
 from tests.fixtures import memory_disk
 from tests.system.conftest import plotted, screenshot, see
-from tests.waiting import wait_until
+from tests.waiting import ended, wait_until
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -192,9 +192,5 @@ def test_it_ends_with_everything_that_it_started(dev: Dev) -> None:
     dev.process.send_signal(signal.SIGTERM)
     assert dev.process.wait(120) == 130
     assert EmbeddedPostgres(dev.home / "postgres").status() is None
-
-    def left() -> list[psutil.Process]:
-        return [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
-
-    wait_until(lambda: not left(), "the end of all its processes")
+    wait_until(lambda: all(map(ended, children)), "the end of all its processes")
     assert not any(each.exists() for each in temporary)

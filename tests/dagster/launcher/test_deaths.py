@@ -19,7 +19,7 @@ from dagster._daemon.monitoring import execute_run_monitoring_iteration
 
 from eventsql_orchestration.dagster.launcher.worker import Worker
 from tests.dagster.launcher.conftest import Deployment, deployed, write_location
-from tests.waiting import wait_until
+from tests.waiting import ended, wait_until
 
 SUCCESS, FAILURE, CANCELED = (dg.DagsterRunStatus(name) for name in ("SUCCESS", "FAILURE", "CANCELED"))
 STARTING, STARTED = (dg.DagsterRunStatus(name) for name in ("STARTING", "STARTED"))
@@ -61,7 +61,7 @@ def test_the_death_of_a_run_is_reported_after_the_death_of_the_daemon(monitored:
     monitored.launcher._servers.slots.popitem()[1].server._channel.close()  # type: ignore[union-attr]
     os.kill(monitored.worker(run).pid, signal.SIGKILL)
     assert monitored.ended(run) is FAILURE
-    wait_until(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE, "the end of the server")
+    wait_until(lambda: ended(server), "the end of the server")
 
 
 def test_run_monitoring_reports_a_run_whose_process_never_began(monitored: Deployment) -> None:

@@ -17,7 +17,7 @@ from eventsql_orchestration.dagster.launcher.dagster_internals import LaunchRunC
 from eventsql_orchestration.dagster.launcher.run_launcher import TERMINATE_TAG, LauncherClosedError, PreforkRunLauncher
 from eventsql_orchestration.dagster.launcher.worker import Worker
 from tests.dagster.launcher.conftest import Deployment, deployed, descriptors, write_location
-from tests.waiting import PATIENCE, wait_until
+from tests.waiting import PATIENCE, ended, wait_until
 
 SUCCESS, FAILURE, CANCELED = (dg.DagsterRunStatus(name) for name in ("SUCCESS", "FAILURE", "CANCELED"))
 
@@ -27,11 +27,6 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
     """A deployment of the locations `first` and `second`, for all tests of this module."""
     with deployed(tmp_path_factory.mktemp("deployment"), "first", "second") as made:
         yield made
-
-
-def ended(process: psutil.Process) -> bool:
-    """Whether a process has ended; its entry in the process table may be left."""
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
 def test_each_run_is_a_process_forked_from_the_process_that_imported_the_location(
