@@ -103,7 +103,8 @@ def load_revisions_once() -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Configure hypothesis, Alembic, Spark and the processes that tests start.
 
-    Heed signals that a script's background or nohup ignores.
+    Each signal that asks a process to end is a Ctrl-C, which ends the servers of the run too. In a script's background,
+    and with nohup, Python would ignore some of them, and so would the processes that tests start.
     """
     load_revisions_once()
     search_path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -114,9 +115,8 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.register_profile("tests", deadline=None)
     hypothesis.settings.load_profile("tests")
     os.environ["SPARK_CONF_DIR"] = str(Path(__file__).parent / "spark" / "conf")
-    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
-        if signal.getsignal(number) is signal.SIG_IGN:
-            signal.signal(number, handler)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)
