@@ -202,6 +202,19 @@ def test_a_message_whose_task_was_cancelled_exits_or_panics_delays_no_other(
     assert work.receives() == [(1, 0)]
 
 
+def test_a_message_that_names_a_table_that_nobody_made_delays_no_other(work: Work) -> None:
+    ids = work.send(3)
+
+    def read_a_view(messages: Sequence[Message], connection: Connection) -> None:
+        write(messages, connection)
+        if ids[1] in {message.id for message in messages}:
+            connection.execute("SELECT FROM eventsql.view_of_nobody")
+
+    assert not work.run(worker(read_a_view)).success
+    assert sorted(work.bench.effects()) == [ids[0], ids[2]]
+    assert work.receives() == [(1, 0)]
+
+
 def test_a_run_ends_if_every_message_of_a_large_batch_fails_and_runs_that_fail_are_paused(work: Work) -> None:
     work.send(25)
 
