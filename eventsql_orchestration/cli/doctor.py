@@ -30,6 +30,7 @@ from eventsql_orchestration.cli.doctor_database import (
     rights_findings,
     schema_finding,
     server_finding,
+    servers_finding,
     transaction_findings,
 )
 from eventsql_orchestration.cli.doctor_store import projection_findings, store_findings, view_findings
@@ -197,6 +198,7 @@ def _database(context: CliContext, shard: Shard, stalled_after: float) -> Iterat
     named = "the embedded server" if embedded else f"named by {context.source('dsn')}"
     yield ok("database", f"{database}, {named}")
     yield server
+    yield from servers_finding(database)
     schema = schema_finding(database, embedded=embedded)
     yield schema
     # A migration may wait for one of them.

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing, suppress
 from typing import Final
 
+import psycopg
 from psycopg import sql
 
 from eventsql_orchestration.cli.findings import Finding, ok, problem, warning
 from eventsql_orchestration.cli.topic_output import age
 from eventsql_orchestration.database import Database, Queries, driver_connection, migrations
+from eventsql_orchestration.database.queries import statement
 from eventsql_orchestration.database.roles import Roles
 from eventsql_orchestration.database.rows import fetch_all
+from eventsql_orchestration.database.sessions import connect
+from eventsql_orchestration.database.urls import each_server
 from eventsql_orchestration.validation import counted
 
 _OLDEST_SERVER: Final = 14
 """The oldest PostgreSQL that still gets fixes."""
+
+_CONNECT_SECONDS: Final = 3
+"""The longest wait for a server of the URL that does not answer. A standby may be down."""
 
 FORGOTTEN_SECONDS: Final = 60.0
 """Somebody may have forgotten a transaction that has been open for longer."""
@@ -37,6 +45,26 @@ def server_finding(database: Database) -> Finding:
         )
         return problem("server", f"PostgreSQL {major}.{minor} is set to read only for this role and database", remedy)
     return ok("server", f"PostgreSQL {major}.{minor}")
+
+
+def servers_finding(database: Database) -> Iterator[Finding]:
+    """Several servers of the URL that take writes: each lacks the events that were published to the other."""
+    servers = each_server(database.url)
+    primaries = []
+    for arguments in servers if len(servers) > 1 else ():
+        options = {"connect_timeout": _CONNECT_SECONDS, **arguments}
+        with suppress(psycopg.Error), closing(connect(database.dsn, **options)) as connection:
+            if (row := connection.execute(statement("sessions", "timeline")).fetchone()) is not None:
+                primaries.append((row[1], f"{connection.info.host}:{connection.info.port}"))
+    if len(primaries) > 1:
+        newest = max(primaries)[1]
+        named = ", ".join(f"{place} (timeline {timeline})" for timeline, place in primaries)
+        yield problem(
+            "server",
+            f"{len(primaries)} servers of the URL take writes: {named}. Processes publish to both, and each lacks the "
+            "events of the other",
+            f"stop all of them but the one that was promoted last, which should be {newest}",
+        )
 
 
 def schema_finding(database: Database, *, embedded: bool) -> Finding:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import socket
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Final
 
 import psycopg
@@ -18,10 +19,12 @@ from psycopg.rows import TupleRow
 
 from eventsql_orchestration.database.connections import Connection, gives_readable_times
 from eventsql_orchestration.database.queries import statement
-from eventsql_orchestration.errors import ConfigurationError
+from eventsql_orchestration.errors import ConfigurationError, DatabaseUnavailableError
 from eventsql_orchestration.forks import OF_PARENTS, after_fork
 from eventsql_orchestration.qualification import qualified
 from eventsql_orchestration.redaction import hiding
+
+logger = logging.getLogger(__name__)
 
 ISOLATION: Final = psycopg.IsolationLevel.READ_COMMITTED
 """A statement after a row lock must see the commit of the lock's last holder, whatever the server's default is."""
@@ -37,9 +40,17 @@ ASKED_AFTER: Final = 10.0
 """Seconds without use until a pooled connection is pinged: a proxy may drop it silently. Until then, its socket tells
 whether the server has ended the session. A ping each time would take a third of the time of publishing one event."""
 
+_TIMELINES: Final[dict[tuple[str, str], int]] = {}
+"""The newest timeline that this process has found, by the servers of a URL and their common identity. A standby begins
+another timeline when it is promoted."""
+
 
 def connect(dsn: str, *arguments: Any, **options: Any) -> Connection:
-    """Connect with arguments of `psycopg.connect`, and open the session. Errors hide the secrets of the URL `dsn`."""
+    """Connect with arguments of `psycopg.connect`, and open the session. Errors hide the secrets of the URL `dsn`.
+
+    Raises as `open_session`, and `DatabaseUnavailableError` for a primary that came back after its standby was promoted
+    (see `_check_timeline`).
+    """
     try:
         with hiding(dsn):
             connection = psycopg.connect(*arguments, **options)
@@ -48,6 +59,9 @@ def connect(dsn: str, *arguments: Any, **options: Any) -> Connection:
         raise psycopg.OperationalError(f"connection failed: {error}") from error
     try:
         open_session(connection)
+        servers = ";".join(str(options.get(name, "")) for name in ("host", "hostaddr", "port"))
+        if "," in servers:
+            _check_timeline(connection, servers)
     except BaseException:
         connection.close()
         raise
@@ -107,6 +121,36 @@ def wait_at_most(connection: Connection, seconds: float) -> None:
 
 def _opened(connection: Connection, own: int) -> TupleRow | None:
     return connection.execute(statement("sessions", "open"), {"pid": own}, prepare=False).fetchone()
+
+
+def _check_timeline(connection: Connection, servers: str) -> None:
+    """Raise `DatabaseUnavailableError` if a server has an older timeline than this process has found among `servers`.
+
+    Otherwise a process would publish to both servers, and the events on the former primary would be lost.
+    """
+    autocommit, connection.autocommit = connection.autocommit, True
+    row = None
+    with suppress(psycopg.errors.InsufficientPrivilege, psycopg.errors.FeatureNotSupported):
+        row = connection.execute(statement("sessions", "timeline"), prepare=False).fetchone()
+    connection.autocommit = autocommit
+    if row is None:
+        return
+
+    identity, timeline = row
+    newest, place = _TIMELINES.get((servers, identity), timeline), f"{connection.info.host}:{connection.info.port}"
+    if timeline < newest:
+        raise DatabaseUnavailableError(
+            f"the server at {place} is a former primary: its timeline is {timeline}, and this process has used a "
+            f"promoted standby with the timeline {newest}. Stop the former primary, or make it a standby. If a backup "
+            "was restored there, start this process again"
+        )
+    if timeline > newest:
+        logger.warning(
+            "the server at %s was promoted or restored: its timeline is %d, after %d. If it lacks the newest commits, "
+            "it gives their ids again: start this process again if it works on a queue, or keeps a position of its own",
+            place, timeline, newest,
+        )  # fmt: skip
+    _TIMELINES[servers, identity] = timeline
 
 
 def _leave_to_parent(connection: Connection) -> None:

@@ -205,3 +205,14 @@ def label(url: URL) -> str:
 def connect_arguments(url: URL) -> dict[str, Any]:
     """The arguments of `psycopg.connect` for a URL, as libpq reads it: SQLAlchemy reads hosts and ports otherwise."""
     return conninfo_to_dict(render(url))
+
+
+def each_server(url: URL) -> list[dict[str, Any]]:
+    """The arguments of `psycopg.connect` for each server that a URL names, whatever `target_session_attrs` it has."""
+    arguments = {name: each for name, each in connect_arguments(url).items() if name != "target_session_attrs"}
+    lists = {name: str(arguments[name]).split(",") for name in ("host", "hostaddr", "port") if name in arguments}
+    servers = max(map(len, lists.values()), default=1)
+    return [
+        arguments | {name: values[number if len(values) > 1 else 0] for name, values in lists.items()}
+        for number in range(servers)
+    ]

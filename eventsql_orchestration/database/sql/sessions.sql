@@ -18,6 +18,11 @@ SELECT pg_backend_pid(), current_setting('server_encoding'),
            set_config('tcp_keepalives_count', least(current_setting('tcp_keepalives_count')::int, 3)::text, false)
        ] END;
 
+-- timeline -- The identity of a primary and its physical copies, and the number of its timeline; no row for a standby.
+SELECT system_identifier::text, ('x' || left(pg_walfile_name(pg_current_wal_lsn()), 8))::bit(32)::int
+FROM pg_control_system()
+WHERE NOT pg_is_in_recovery();
+
 -- set_style -- Set the format of times for the transaction, or for the session.
 SELECT set_config('DateStyle', %(style)s, %(local)s);
 
