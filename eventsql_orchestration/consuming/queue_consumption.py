@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Final, TypeAlias
 
 from eventsql_orchestration.boundary import checked
@@ -22,6 +23,7 @@ from eventsql_orchestration.consuming.tracebacks import logger_of_errors
 from eventsql_orchestration.consuming.worker_pool import FAULT_DELAY, IDLE_POLLING
 from eventsql_orchestration.database.notifications import LOG, Listener
 from eventsql_orchestration.errors import ClaimLostError, DatabaseBusyError, DatabaseUnavailableError, EventSQLError
+from eventsql_orchestration.retry import pause_while_away
 from eventsql_orchestration.threads import join_all, others_alive, start_thread
 
 logger = logger_of_errors(__name__)
@@ -36,7 +38,7 @@ HEARTBEATS: Final = 3
 """How often a lease is renewed before it would end."""
 
 SETTLE_RETRY: Final = 0.5
-"""Seconds between two attempts to settle events while the database cannot be reached."""
+"""Seconds between two attempts to settle events that others lock."""
 
 Look: TypeAlias = Callable[[dict[int, int]], dict[int, float | None]]
 """Takes partitions. Returns the partitions that may have events, with None for a paused partition. May return further
@@ -266,16 +268,31 @@ class QueueConsumption(Running):
     # Settling
 
     def _settle(self) -> None:
+        failures = 0
         while (outcomes := self._await_outcomes()) is not None:
-            again = [each for each in outcomes if each.error is not None and not self._is_done(self._give_back, each)]
-            done = [each for each in outcomes if each.error is None]
-            if done and not self._is_done(self._acknowledge, [each.delivery for each in done]):
-                again += done
-            if again and not self._worked_off.wait(SETTLE_RETRY):
+            again, away = self._settle_while_reachable(outcomes)
+            failures = failures + 1 if away else 0
+            if again and not self._worked_off.wait(pause_while_away(failures) if away else SETTLE_RETRY):
                 # Behind the others: a session that the server has not missed yet may hold one of them.
                 with self._settling:
                     self._outcomes.extend(again)
         self._leave()
+
+    def _settle_while_reachable(self, outcomes: list[Outcome]) -> tuple[list[Outcome], bool]:
+        """Settle outcomes; gives those to be tried again, and whether the database could not be reached.
+
+        Each failure takes a call. If one does not reach the database, the others would not either.
+        """
+        done = [each for each in outcomes if each.error is None]
+        calls = deque([*([done] if done else []), *([each] for each in outcomes if each.error is not None)])
+        failed: list[Outcome] = []
+        away = False
+        while calls and not away:
+            settled = calls.popleft()
+            if (fault := self._fault(settled)) is not None:
+                failed += settled
+                away = isinstance(fault, DatabaseUnavailableError)
+        return [*chain.from_iterable(calls), *failed], away
 
     def _await_outcomes(self) -> list[Outcome] | None:
         with self._settling:
@@ -287,14 +304,17 @@ class QueueConsumption(Running):
             self._outcomes.clear()
             return outcomes
 
-    def _is_done(self, settle: Callable[..., None], what: object) -> bool:
-        """Call `settle`; False if that fails. While the database fails, the events stay with this process."""
+    def _fault(self, outcomes: list[Outcome]) -> BaseException | None:
+        """Acknowledge events, or give a failed one back; gives the error if that fails: they stay with this process."""
         try:
-            settle(what)
+            if outcomes[0].error is None:
+                self._acknowledge([each.delivery for each in outcomes])
+            else:
+                self._give_back(outcomes[0])
         except BaseException as error:  # noqa: BLE001 - reported; nothing would be acknowledged any more
             self._report(error)
-            return False
-        return True
+            return error
+        return None
 
     def _acknowledge(self, done: list[Delivery]) -> None:
         kept = self._deliveries.acknowledge(done)

@@ -926,7 +926,6 @@ def test_a_failure_whose_answer_was_lost_lets_no_later_event_of_its_key_go(
     monkeypatch.setattr(deliveries.Deliveries, "fail", fail_after_the_commit)
     monkeypatch.setattr(failure_module, "FIRST_BACKOFF", 3_600.0)
     monkeypatch.setattr(failure_module, "MAX_BACKOFF", 3_600.0)
-    monkeypatch.setattr(queue_consumption, "SETTLE_RETRY", 0.01)
     ids = fill(platform, "aaa")
     failures = [ValueError("not yet")]
 
@@ -944,6 +943,43 @@ def test_a_failure_whose_answer_was_lost_lets_no_later_event_of_its_key_go(
             connection.execute("UPDATE eventsql.consumer_delivery SET eql_due_at = now()")
         until(lambda: at_rest(platform))
     assert seen.ids == [ids[0], *other, *ids]
+
+
+def test_a_database_that_is_away_is_asked_about_one_failed_event_at_a_time(
+    platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process has up to a thousand of them, and each call that fails is a connection and a line in the log."""
+    await_outcomes, fail = queue_consumption.QueueConsumption._await_outcomes, deliveries.Deliveries.fail
+    rounds: list[bool] = []
+    refused: list[int] = []
+    back = threading.Event()
+
+    def count(own: queue_consumption.QueueConsumption) -> Any:
+        rounds.append(True)
+        return await_outcomes(own)
+
+    def refuse(own: deliveries.Deliveries, delivery: Delivery, *arguments: Any, **named: Any) -> float:
+        if not back.is_set():
+            refused.append(delivery.event.id)
+            raise DatabaseUnavailableError("the database is away")
+        return fail(own, delivery, *arguments, **named)
+
+    monkeypatch.setattr(queue_consumption.QueueConsumption, "_await_outcomes", count)
+    monkeypatch.setattr(deliveries.Deliveries, "fail", refuse)
+    ids = fill(platform, 4)
+    failing = set(ids)
+
+    def handle(event: Event) -> None:
+        if event.id in failing:
+            failing.remove(event.id)
+            raise ValueError("once")
+
+    with platform.consumers.start_queue("payments", "mailer", Seen(handle), polling_delay=POLLING):
+        # Each event is the first of a round: one whose failure always ends the session holds up no other.
+        until(lambda: set(refused) == set(ids))
+        assert len(refused) <= len(rounds)
+        back.set()
+        until(lambda: at_rest(platform))
 
 
 class Exchange:
