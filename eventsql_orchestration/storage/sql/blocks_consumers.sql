@@ -66,18 +66,6 @@ FROM {claimed_partitions}
 WHERE c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s
 ORDER BY c.eql_partition;
 
--- standings_topic -- As `standings`, for a consumer of the whole topic.
-SELECT {standing}
-FROM {claimed_partitions}
-LEFT JOIN LATERAL (
-    SELECT true AS some FROM {schema}.{block_table} e
-    WHERE e.eql_id > {offset}
-    ORDER BY e.eql_id
-    LIMIT 1
-) waiting ON true
-WHERE c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s
-ORDER BY c.eql_partition;
-
 -- behind -- The partitions of a consumer with events before the offset where it waits, and that offset. Planned as
 -- `ready`.
 SELECT c.eql_partition, c.eql_until

@@ -85,7 +85,7 @@ ORDER BY c.eql_partition;
 SELECT {standing}
 FROM {claimed_partitions}
 LEFT JOIN LATERAL (
-    SELECT true AS some FROM {schema}.{event_table} e
+    SELECT true AS some FROM {schema}.{log_table} e
     WHERE e.eql_id > {offset}
     ORDER BY e.eql_id
     LIMIT 1

@@ -18,53 +18,37 @@ SELECT log.tables[1]::bigint,
         ) AS own (id))::bigint
 FROM (SELECT {stores}) AS log (tables);
 
+-- part next_of_partition -- The events after a place in their partition. The conditions are those of `ready`.
+WHERE (e.eql_partition, e.eql_id) > (c.partition, c.after)
+  AND (e.eql_partition, e.eql_id) <= (c.partition, 9223372036854775807)
+  AND e.eql_id > c.after
+ORDER BY e.eql_partition, e.eql_id
+
+-- part next_of_log -- The events after a place in the whole log.
+WHERE e.eql_id > c.after
+ORDER BY e.eql_id
+
+-- part places of next -- What `waiting` says of places. The subquery hides `most` from the planner: where it expects to
+-- read all of a small log, it would sort the log for each place.
+SELECT c.partition, c.after, counted.events, counted.total, counted.furthest, first.id, first.seconds
+FROM unnest(%(partitions)s::smallint[], %(offsets)s::bigint[]) AS c (partition, after)
+CROSS JOIN LATERAL (
+    SELECT count(*) AS events, CASE WHEN count(*) < %(most)s THEN count(*) END AS total, max(eql_id) AS furthest
+    FROM (SELECT e.eql_id FROM {schema}.{event_table} e {next} LIMIT (SELECT %(most)s::bigint)) next
+) counted
+LEFT JOIN LATERAL (
+    SELECT e.eql_id AS id, extract(epoch FROM clock_timestamp() - e.eql_buffered_at::timestamptz)::float8 AS seconds
+    FROM {schema}.{event_table} e {next} LIMIT 1
+) first ON true
+
 -- waiting -- The events of a log after places. A place is a partition (-1 for all of them) and an offset. Gives the
 -- place, number of at most `most` events, the number of all (NULL from `most` rows or blocks on), the last offset of
--- the counted events, the offset of the first, and seconds since the first was published. The conditions are those of
--- `ready`: an index step for each place, and one for each counted event. The subquery hides `most` from the planner:
--- where it expects to read all of a small log, it would sort the log for each place.
-SELECT c.partition, c.after, counted.events, counted.total, counted.furthest, first.id, first.seconds
-FROM unnest(%(partitions)s::smallint[], %(offsets)s::bigint[]) AS c (partition, after)
-CROSS JOIN LATERAL (
-    SELECT count(*) AS events, CASE WHEN count(*) < %(most)s THEN count(*) END AS total, max(eql_id) AS furthest
-    FROM (
-        SELECT e.eql_id FROM {schema}.{event_table} e
-        WHERE (e.eql_partition, e.eql_id) > (c.partition, c.after)
-          AND (e.eql_partition, e.eql_id) <= (c.partition, 9223372036854775807)
-          AND e.eql_id > c.after
-        ORDER BY e.eql_partition, e.eql_id
-        LIMIT (SELECT %(most)s::bigint)
-    ) next
-) counted
-LEFT JOIN LATERAL (
-    SELECT e.eql_id AS id, extract(epoch FROM clock_timestamp() - e.eql_buffered_at::timestamptz)::float8 AS seconds
-    FROM {schema}.{event_table} e
-    WHERE (e.eql_partition, e.eql_id) > (c.partition, c.after)
-      AND (e.eql_partition, e.eql_id) <= (c.partition, 9223372036854775807)
-      AND e.eql_id > c.after
-    ORDER BY e.eql_partition, e.eql_id
-    LIMIT 1
-) first ON true
+-- the counted events, the offset of the first, and seconds since the first was published: an index step for each place,
+-- and one for each counted event.
+{places of {next_of_partition}}
 WHERE c.partition >= 0
 UNION ALL
-SELECT c.partition, c.after, counted.events, counted.total, counted.furthest, first.id, first.seconds
-FROM unnest(%(partitions)s::smallint[], %(offsets)s::bigint[]) AS c (partition, after)
-CROSS JOIN LATERAL (
-    SELECT count(*) AS events, CASE WHEN count(*) < %(most)s THEN count(*) END AS total, max(eql_id) AS furthest
-    FROM (
-        SELECT e.eql_id FROM {schema}.{event_table} e
-        WHERE e.eql_id > c.after
-        ORDER BY e.eql_id
-        LIMIT (SELECT %(most)s::bigint)
-    ) next
-) counted
-LEFT JOIN LATERAL (
-    SELECT e.eql_id AS id, extract(epoch FROM clock_timestamp() - e.eql_buffered_at::timestamptz)::float8 AS seconds
-    FROM {schema}.{event_table} e
-    WHERE e.eql_id > c.after
-    ORDER BY e.eql_id
-    LIMIT 1
-) first ON true
+{places of {next_of_log}}
 WHERE c.partition < 0;
 
 -- ends -- The newest offset of each of these partitions, and with -1 that of the whole log; 0 without events.
