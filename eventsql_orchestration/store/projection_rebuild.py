@@ -28,6 +28,7 @@ class ProjectionRebuild:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._queries = Queries("projections", store.database.schema)
+        self._subscriptions = Queries("subscriptions", store.database.schema)
         self._tables = ProjectionTables(store.database.schema)
 
     def begin(self, each: CheckedProjection, *, filling: bool) -> None:
@@ -90,12 +91,11 @@ class ProjectionRebuild:
         """Apply the changes since the last batch, and put the new tables in place. Gives the number of all changes."""
         with self._store.database.transaction() as connection:
             after, applied = self._lock_filled(connection, each)
-            by_subscription = (
-                fetch_first(connection, self._queries("hold_subscription"), {"subscription": each.subscription})
-                is not None
-            )
-            # Do this before the tables are locked: a redrive has locked its letter, and then writes the tables.
-            connection.execute(self._queries("drop_letters"), {"subscription": each.subscription})
+            subscription = {"name": each.subscription}
+            by_subscription = fetch_first(connection, self._subscriptions("await"), subscription) is not None
+            # The rebuilt tables hold the changes of the dead letters. Delete the letters before the tables are locked:
+            # a redrive has locked its letter, and then writes the tables.
+            connection.execute(self._subscriptions("dismiss_letters"), {**subscription, "ids": None})
             existing = self._tables.existing(connection, each, each.schema)
             live = [table for table in each.tables if table in existing]
             if live:
@@ -117,8 +117,7 @@ class ProjectionRebuild:
                     break
 
             if by_subscription:
-                values = {**after.parameters(), "subscription": each.subscription}
-                connection.execute(self._queries("place_subscription"), values)
+                connection.execute(self._subscriptions("move"), {**after.parameters(), **subscription})
             self._replace(connection, each, live)
             connection.execute(self._queries("finish"), {"name": each.name})
         return applied

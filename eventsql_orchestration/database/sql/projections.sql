@@ -58,18 +58,6 @@ DELETE FROM {schema}.store_rebuild WHERE eql_projection = %(name)s;
 -- progress -- The rebuilds under way.
 SELECT eql_projection, eql_applied, eql_started_at FROM {schema}.store_rebuild ORDER BY eql_projection;
 
--- hold_subscription -- Let the subscription of a projection finish its transaction, and wait.
-SELECT FROM {schema}.store_subscription WHERE eql_name = %(subscription)s FOR UPDATE;
-
--- place_subscription -- Let the subscription of a projection go on after the changes that the rebuilt tables hold.
-UPDATE {schema}.store_subscription
-SET eql_transaction = %(transaction)s::xid8, eql_position = %(position)s,
-    eql_attempts = 0, eql_failure = NULL, eql_retry_at = NULL
-WHERE eql_name = %(subscription)s;
-
--- drop_letters -- Drop the dead letters of a projection's subscription: the rebuilt tables hold their changes.
-DELETE FROM {schema}.store_dead_letter WHERE eql_subscription = %(subscription)s;
-
 -- tables -- Which of some tables a schema has.
 SELECT c.relname::text
 FROM pg_class c
