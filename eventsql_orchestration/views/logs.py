@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, Final
@@ -71,10 +71,10 @@ class LogsView:
         range: give one of them in large logs.
         """
         check_range(since, until)
-        asked = self._asked(
-            resource=resource, level=level, attributes=attributes, text=text, words=words, tenant=tenant
-        )
-        values = {name: _ENCODERS.get(name, str.encode)(value) for name, value in asked.items() if value is not None}
+        asked = {"tenant": check_tenant(tenant), **self._asked(resource, level, attributes, text, words)}
+        values = {
+            name: encode_jsonb(value) if name == "attributes" else value.encode() for name, value in asked.items()
+        }
         times = {"since": since, "until": until, "before_time": None if before is None else before.written_at}
         values |= {name: encode_time(time) for name, time in times.items() if time is not None}
         if before is not None:
@@ -92,17 +92,15 @@ class LogsView:
         The arguments choose lines as in `search`. To show the last lines first, search after this call, and
         leave out the lines that both give.
         """
-        asked = self._asked(
-            resource=resource, level=level, attributes=attributes, text=text, words=words, tenant=tenant
-        )
-        given = frozenset(name for name, value in asked.items() if value is not None) | {"after_id"}
-        return LogFollower(self._table, _following(self.definition, self._schema, given), asked)
+        asked = {"tenant": check_tenant(tenant), **self._asked(resource, level, attributes, text, words)}
+        query = _following(self.definition, self._schema, frozenset({"after_id", *asked}))
+        return LogFollower(self._table, query, asked)
 
     def _asked(
-        self, *, resource: str | None, level: str | None, attributes: Mapping[str, Any] | None, text: str | None,
-        words: str | None, tenant: str,
-    ) -> dict[str, Any]:  # fmt: skip
-        """The values of the conditions on lines, except those on time; None for a condition that is not given."""
+        self, resource: str | None, level: str | None, attributes: Mapping[str, Any] | None, text: str | None,
+        words: str | None,
+    ) -> dict[str, str]:  # fmt: skip
+        """The values of the conditions on lines that are given, except those on tenant and time."""
         if text is not None and not check_text("text", text):
             raise ValidationError("text to search for is empty: leave it out to find every line")
         if words is not None and (self.definition.language is None or not check_text("words", words).strip()):
@@ -111,18 +109,14 @@ class LogsView:
                 if self.definition.language is None
                 else "words to search for are empty: leave them out to find every line"
             )
-        return {
-            "tenant": check_tenant(tenant),
+        conditions = {
             "resource": None if resource is None else check_name("resource", resource),
             "level": None if level is None else check_name("level", level),
             "attributes": None if attributes is None else encode_json("attributes", attributes),
             "pattern": None if text is None else "%" + re.sub(r"([\\%_])", r"\\\1", text) + "%",
             "words": words,
         }
-
-
-_ENCODERS: Final[Mapping[str, Callable[[str], bytes]]] = {"attributes": encode_jsonb}
-"""The encoders of conditions that are not sent as text."""
+        return {name: value for name, value in conditions.items() if value is not None}
 
 
 @lru_cache(maxsize=256)
@@ -133,7 +127,6 @@ def _search(logs: Logs, schema: str, given: frozenset[str]) -> SingleStatement:
     return SingleStatement("search", text, prepare=prepared, briefly=True)
 
 
-@lru_cache(maxsize=256)
 def _selection(logs: Logs, schema: str, given: frozenset[str]) -> bytes:
     """The statement of a search."""
     statement = sql.SQL("SELECT {columns} FROM {table} WHERE {conditions} {order} LIMIT %(limit)s").format(

@@ -214,7 +214,9 @@ class RollupView:
             raise ValidationError(f"every: {step} is not a multiple of {rollup.grain}, the grain of {rollup.name!r}")
         wanted = {} if where is None else dict(where)
         for name in (*wanted, *(by or ())):
-            self._check_known("dimension", name, rollup.dimensions)
+            if name not in rollup.dimensions:
+                known = ", ".join(rollup.dimensions) or "none"
+                raise ValidationError(f"rollup {rollup.name!r} has no dimension {shown(name)}; it has {known}")
         shown_by = [name for name in rollup.dimensions if by is None or name in by]
         values: dict[str, Any] = {
             "tenant": check_tenant(tenant), "since": since, "until": until, "every": step,
@@ -258,11 +260,6 @@ class RollupView:
             [entry.values[name] for name in rollup.values],
             [entry.distinct[name] for name in rollup.distinct],
         )
-
-    def _check_known(self, what: str, name: str, names: Sequence[str]) -> None:
-        if name not in names:
-            known = ", ".join(names) or "none"
-            raise ValidationError(f"rollup {self.definition.name!r} has no {what} {shown(name)}; it has {known}")
 
 
 def _check_dimension(dimension: str) -> str:
