@@ -41,39 +41,35 @@ class QueueShards:
         self._source = source
         self._name = name
         self._options = options
-        self._tables: dict[Shard | None, QueueTable] = {}
+        self._tables: dict[Shard | Database, QueueTable] = {}
 
-    def _shards(self) -> Sequence[Shard]:
-        assert not isinstance(self._source, Database)
-        return (self._source,) if isinstance(self._source, Shard) else self._source.shards
+    def _places(self) -> Sequence[Shard | Database]:
+        return (self._source,) if isinstance(self._source, Shard | Database) else self._source.shards
 
     def databases(self) -> list[Database]:
-        return [self._source] if isinstance(self._source, Database) else [shard.database for shard in self._shards()]
+        return [place if isinstance(place, Database) else place.database for place in self._places()]
 
     def keep(self, running: AnyRunning) -> AnyRunning:
         """Let the close of a platform or a shard stop workers before their connections are closed. Gives them."""
         return running if isinstance(self._source, Database) else self._source.consumers.keep(running)
 
-    def _table(self, shard: Shard | None) -> QueueTable:
-        table = self._tables.get(shard)
+    def _table(self, place: Shard | Database) -> QueueTable:
+        table = self._tables.get(place)
         if table is None:
-            if shard is None:
-                assert isinstance(self._source, Database)
-                table = QueueTable(self._source, self._name, self._options)
+            if isinstance(place, Database):
+                table = QueueTable(place, self._name, self._options)
             else:
                 table = QueueTable(
-                    shard.database, self._name, self._options, shard=shard.name, listener=shard.listener,
-                    notifier=shard.notifier, elsewhere=self._elsewhere,
+                    place.database, self._name, self._options, shard=place.name, listener=place.listener,
+                    notifier=place.notifier, elsewhere=self._elsewhere,
                 )  # fmt: skip
-            self._tables[shard] = table
+            self._tables[place] = table
         return table
 
     def _only(self) -> QueueTable | None:
         """The queue of a platform that has one database."""
-        if isinstance(self._source, Database):
-            return self._table(None)
-        shards = self._shards()
-        return self._table(shards[0]) if len(shards) == 1 else None
+        places = self._places()
+        return self._table(places[0]) if len(places) == 1 else None
 
     def lone(self) -> bool:
         """Whether the platform has one database. False if it has several and only one is up."""
