@@ -363,10 +363,10 @@ class _Log:
             if bounds is None or not attempt(connection, own.probe) or not attempt(connection, own.keep_writers_away):
                 return False
 
-            new, old = self._compactor.rewrite(connection, source, segment), segments.table(self._schema, segment)
+            new = self._compactor.rewrite(connection, source, segment)
             if not has_roles:
-                segments.pass_on_owner(connection, self._schema, old, new)
-            replaced_tables.grant_as_on(connection, old, new)
+                segments.pass_on_owner(connection, self._schema, own.table, new)
+            replaced_tables.grant_as_on(connection, own.table, new)
             exchange = partial(own.replace, new=new, bounds=bounds)
             if not attempt(connection, exchange, seconds=exchanging.EXCHANGE_SECONDS):
                 connection.execute(sql.SQL("DROP TABLE {}").format(new))
@@ -375,8 +375,9 @@ class _Log:
 
     def _may_be_exchanged(self, connection: Connection, segment: Segment) -> bool:
         """Whether no view or other object depends on the table of a segment, and no replication reads it."""
-        found = segments.dependents(connection, self._schema, self.topic, segments.table(self._schema, segment))
-        if found or self._compactor.exchange(segment).is_published(connection):
+        exchange = self._compactor.exchange(segment)
+        found = segments.dependents(connection, self._schema, self.topic, exchange.table)
+        if found or exchange.is_published(connection):
             logger.info("segment %r keeps its free space, because %s", segment.table, found or "it may be replicated")
             return False
         return True

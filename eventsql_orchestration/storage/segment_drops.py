@@ -265,13 +265,8 @@ def is_of(table: str, topic: str) -> bool:
     return table.startswith(_prefix(topic))
 
 
-def drop_detached(connection: Connection, schema: str, topic: str) -> None:
-    """Drop the segments that retention has taken out of a log, in the transaction that deletes the topic."""
-    drop_leftovers(connection, schema, detached(connection, schema, topic))
-
-
 def drop_leftovers(connection: Connection, schema: str, names: Iterable[str]) -> None:
-    """Drop the segments of deleted topics, in the caller's transaction, which holds the registry.
+    """Drop detached segments of deleted topics, in the caller's transaction, which holds the registry.
 
     A topic that was registered again meanwhile may have a segment with the name of a former segment. The new segment is
     attached, so it stays.

@@ -64,11 +64,6 @@ class Segment:
         return holds_blocks(self.log)
 
 
-def table(schema: str, segment: Segment) -> sql.Identifier:
-    """The table of a segment, to be composed into a statement of this room."""
-    return sql.Identifier(schema, segment.table)
-
-
 def create_log(connection: sqlalchemy.Connection, schema: str, topic: Topic) -> None:
     """Create what a topic's log lacks: its table, indexes, first segments, and right settings of its sequence."""
     driver = driver_connection(connection)

@@ -263,7 +263,7 @@ class Registry:
             # The trigger `topic_forgotten` deletes the topic's rows in all other tables.
             connection.execute(delete(tables.topic).where(_t.eql_name == name))
             log_table.drop_log(connection, schema, name, if_exists=True)
-            segment_drops.drop_detached(driver, schema, name)
+            segment_drops.drop_leftovers(driver, schema, segment_drops.detached(driver, schema, name))
         self.forget(name)
 
     # Consumers

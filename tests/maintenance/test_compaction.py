@@ -8,6 +8,7 @@ from typing import Any, LiteralString
 
 import psycopg
 import pytest
+from psycopg import sql
 from sqlalchemy import make_url
 
 from eventsql_orchestration import Event, EventSQL, Publication, Topic
@@ -359,7 +360,7 @@ def one(session: Connection, query: LiteralString, value: object) -> tuple[Any, 
 def table_of(session: Connection) -> int:
     """The table of the first segment."""
     first = (segments.segments(session, SCHEMA, "orders") or [])[0]
-    (table,) = one(session, "SELECT %s::regclass::oid", segments.table(SCHEMA, first).as_string(session))
+    (table,) = one(session, "SELECT %s::regclass::oid", sql.Identifier(SCHEMA, first.table).as_string(session))
     return int(table)
 
 
