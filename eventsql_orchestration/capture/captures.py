@@ -116,6 +116,16 @@ class Captures:
         table = _qualified_name(table)
         self._locking(table, lambda: self._drop(table, topic))
 
+    def check_captured(self, table: str, topic: str) -> None:
+        """Raise `CaptureError` if `drop` would find nothing to stop."""
+        table = _qualified_name(table)
+        with self._database.connection() as connection:
+            found = fetch_first(connection, self._queries("table"), {"table": table, "schema": self._database.schema})
+            own = {"relation": None if found is None else found[0], "topic": topic, "schema": self._database.schema}
+            triggers = None if found is None else fetch_first(connection, self._queries("triggers_of"), own)
+        if triggers is None and (table, topic) not in {(each.table, each.topic) for each in self.list()}:
+            raise _not_captured(table, topic)
+
     def _locking(self, table: str, attempt: Callable[[], T]) -> T:
         """Try to change a table's triggers until the table's lock is free. Later writers wait behind each attempt."""
         message = f"transactions that use table {table!r} did not end in time, and nothing was changed: try again later"
@@ -325,9 +335,13 @@ class Captures:
             for (trigger,) in triggers:
                 driver.execute(sql.SQL("DROP TRIGGER {} ON {}").format(sql.Identifier(trigger), name))
             if not deleted and not triggers:
-                raise CaptureError(
-                    f"table {table!r} is not captured to topic {topic!r}: `eventsql capture list` shows the captures"
-                )
+                raise _not_captured(table, topic)
+
+
+def _not_captured(table: str, topic: str) -> CaptureError:
+    return CaptureError(
+        f"table {table!r} is not captured to topic {topic!r}: `eventsql capture list` shows the captures"
+    )
 
 
 def _qualified_name(table: str) -> str:

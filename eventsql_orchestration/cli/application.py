@@ -193,8 +193,9 @@ _HOME: Final = "The directory of the embedded server and its files; or EVENTSQL_
     name="eventsql",
     cls=Application,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
-    epilog="Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted. Data goes to standard output, messages to "
-    "standard error.",
+    epilog="A command that loses something, or lets events be handled again, shows a plan, and acts with --execute, "
+    "without a question. Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted. Data goes to standard output, "
+    "messages to standard error.",
 )
 def _program(
     context: CliContext,

@@ -21,7 +21,7 @@ from eventsql_orchestration.cli.backfill_output import (
     summary_of,
 )
 from eventsql_orchestration.cli.context import CliContext, open_platform
-from eventsql_orchestration.cli.output import say
+from eventsql_orchestration.cli.output import say, say_plan
 from eventsql_orchestration.cli.parameters import (
     CONSUMER,
     FILE,
@@ -55,6 +55,7 @@ from eventsql_orchestration.orchestration.backfills.windows import (
 )
 from eventsql_orchestration.orchestration.shards import shard_named, shards_of
 from eventsql_orchestration.topics.positions import Latest, Place
+from eventsql_orchestration.validation import counted
 
 Orchestrator = Literal["dagster", "airflow"]
 ORCHESTRATORS: Final = get_args(Orchestrator)
@@ -272,10 +273,22 @@ def list_backfills(context: CliContext, topic: OptionalTopicName, as_json: AsJso
 
 @command(backfill)
 def delete(
-    context: CliContext, topic: TopicName, consumer: ConsumerName, backfill_id: Annotated[str, argument(metavar="ID")]
-) -> None:
-    """Give up backfill ID: its effects stay, the rest is not replayed. Its runs commit nothing more."""
+    context: CliContext, topic: TopicName, consumer: ConsumerName, backfill_id: Annotated[str, argument(metavar="ID")],
+    execute: Annotated[bool, executing("Give it up")],
+) -> None:  # fmt: skip
+    """Give up backfill ID: its effects stay, the rest is not replayed. Its runs commit nothing more.
+
+    A plan and, with --execute, the deletion.
+    """
     with _platform(context) as platform:
         backfills = _backfills(context, platform)
-        backfills.delete(backfills.get(topic, backfill_id, consumer))
-    say(f"backfill {backfill_id} is deleted")
+        found = backfills.get(topic, backfill_id, consumer)
+        if execute:
+            backfills.delete(found)
+    if execute:
+        say(f"backfill {backfill_id} is deleted")
+        return
+    left = sum(not part.done for part in found.parts)
+    say_plan(
+        f"backfill {backfill_id} would be given up with {left:,} of its {counted(len(found.parts), 'window')} left"
+    )

@@ -11,8 +11,8 @@ from rich.progress import TimeElapsedColumn
 
 from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.output import progress_bar, say
-from eventsql_orchestration.cli.parameters import AsJson, TopicName, argument, command, option
+from eventsql_orchestration.cli.output import progress_bar, say, say_plan
+from eventsql_orchestration.cli.parameters import AsJson, TopicName, argument, command, executing, option
 from eventsql_orchestration.cli.tables import Columns, same
 from eventsql_orchestration.validation import counted
 
@@ -89,8 +89,12 @@ def list_captures(context: CliContext, as_json: AsJson) -> None:
 
 
 @command(capture, short_help="Stop capturing the changes of TABLE to TOPIC.")
-def drop(context: CliContext, table: _Table, topic: TopicName) -> None:
-    """Stop capturing the changes of TABLE to TOPIC. The events stay."""
+def drop(context: CliContext, table: _Table, topic: TopicName, execute: Annotated[bool, executing("Stop it")]) -> None:
+    """Stop capturing the changes of TABLE to TOPIC: a plan and, with --execute, the end. The events stay."""
     with context.whole() as platform:
-        platform.captures.drop(table, topic)
-    say(f"table {table} is not captured to topic {topic!r} any more")
+        if execute:
+            platform.captures.drop(table, topic)
+            say(f"table {table} is not captured to topic {topic!r} any more")
+        else:
+            platform.captures.check_captured(table, topic)
+            say_plan(f"later changes of table {table} would not be events of topic {topic!r} any more")

@@ -7,7 +7,7 @@ from typing import Annotated, Final
 import click
 
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.output import say, write_json
+from eventsql_orchestration.cli.output import say, say_plan, write_json
 from eventsql_orchestration.cli.parameters import (
     PLACES,
     POSITIVE,
@@ -16,14 +16,15 @@ from eventsql_orchestration.cli.parameters import (
     OptionalTopicName,
     TopicName,
     command,
+    executing,
     option,
 )
-from eventsql_orchestration.cli.tables import Columns, partition_of, same, show_fields, show_items
+from eventsql_orchestration.cli.tables import Columns, cell, partition_of, same, show_fields, show_items
 from eventsql_orchestration.consumer import EVERY_EVENT, Consumer, ConsumerState, EventFilter
 from eventsql_orchestration.consuming.lag_values import LagCause
 from eventsql_orchestration.topics.positions import Earliest, Place
 from eventsql_orchestration.topics.side_consumers import backfill_of
-from eventsql_orchestration.validation import advised
+from eventsql_orchestration.validation import advised, counted
 
 
 @click.group()
@@ -152,11 +153,23 @@ def describe(context: CliContext, topic: TopicName, consumer: ConsumerName, as_j
 
 
 @command(consumer)
-def delete(context: CliContext, topic: TopicName, consumer: ConsumerName) -> None:
-    """Delete CONSUMER of TOPIC with its offsets; the events stay."""
+def delete(
+    context: CliContext, topic: TopicName, consumer: ConsumerName, execute: Annotated[bool, executing("Delete it")]
+) -> None:
+    """Delete CONSUMER of TOPIC with its offsets: a plan and, with --execute, the deletion. The events stay."""
     with context.whole() as platform:
-        platform.registry.unregister_consumer(topic, consumer)
-    say(f"consumer {consumer!r} of topic {topic!r} deleted")
+        states = platform.registry.consumer(topic, consumer)
+        if execute:
+            platform.registry.unregister_consumer(topic, consumer)
+    if execute:
+        say(f"consumer {consumer!r} of topic {topic!r} deleted")
+        return
+    consumed = counted(sum(state.consumed_events for state in states), "event")
+    last = max(filter(None, (state.last_consumption_at for state in states)), default=None)
+    since = "" if last is None else f", and the last one at {cell(last)}"
+    say_plan(
+        f"consumer {consumer!r} of topic {topic!r} would be deleted with its offsets. It has consumed {consumed}{since}"
+    )
 
 
 @command(consumer)

@@ -11,8 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypedDict, Unpack
 import click
 
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.output import event_object, harmless, say, write, write_json
-from eventsql_orchestration.cli.parameters import CONSUMER, POSITIVE, AsJson, TopicName, argument, command, option
+from eventsql_orchestration.cli.output import event_object, harmless, say, say_plan, write, write_json
+from eventsql_orchestration.cli.parameters import (
+    CONSUMER,
+    POSITIVE,
+    AsJson,
+    TopicName,
+    argument,
+    command,
+    executing,
+    option,
+)
 from eventsql_orchestration.cli.tables import (
     Columns,
     partition_name,
@@ -158,14 +167,13 @@ def redrive(
     topic: TopicName,
     limit: Annotated[int | None, option("The oldest N that are open.", type=POSITIVE)],
     again: Annotated[bool, option("Also dead letters that were redriven or dismissed before.")],
-    dry_run: Annotated[bool, option("Publish nothing, and print the numbers of dead letters.")],
+    execute: Annotated[bool, executing("Publish them")],
     as_json: AsJson,
     **conditions: Unpack[_Filter],
 ) -> None:
-    """Publish the dead letters of TOPIC to it again, each once and in order.
+    """Publish the dead letters of TOPIC to it again, each once and in order: a plan and, with --execute, the redrive.
 
-    The command publishes at once: --dry-run only counts the letters that it would publish, and `eventsql dlt list TOPIC
-    --not-redriven` lists them, with the same options.
+    The plan counts the letters; `eventsql dlt list TOPIC --not-redriven` lists them, with the same options.
 
     With options, only the dead letters that meet all of them. Dead letters that were redriven or dismissed before are
     left out without --again.
@@ -175,27 +183,28 @@ def redrive(
     backfill's consumer alone, replay their offsets: `eventsql backfill TOPIC CONSUMER --from OFFSET --to OFFSET`.
     """
     wanted = _letters(**conditions)
-    with context.platform(transfer=not dry_run) as platform:
+    with context.platform(transfer=execute) as platform:
         if (source := platform.dead_letters.topic_of(topic)) is not None:
             # A letter that was given up a moment ago may still wait in the buffer.
             platform.transfer.run_once([source])
         _tell_of_backfills(platform, topic, wanted)
-        if not dry_run:
+        if execute:
             redriven = platform.dead_letters.redrive(topic, wanted, limit=limit, again=again)
             if as_json:
-                write_json({"redriven": redriven})
+                write_json({"redriven": redriven, "executed": True})
             say(f"{counted(redriven, 'dead letter')} of topic {topic!r} published again")
             return
 
         plan = platform.dead_letters.plan_redrive(topic, wanted, limit=limit, again=again)
     if as_json:
-        write_json(asdict(plan))
-        return
-    texts = {
-        "dead letters": "letters", "redriven or dismissed before": "redriven_before",
-        "would be published again": "redrives",
-    }  # fmt: skip
-    show_fields(picked(plan, texts))
+        write_json({**asdict(plan), "executed": False})
+    else:
+        texts = {
+            "dead letters": "letters", "redriven or dismissed before": "redriven_before",
+            "would be published again": "redrives",
+        }  # fmt: skip
+        show_fields(picked(plan, texts))
+    say_plan(f"{counted(plan.redrives, 'dead letter')} of topic {topic!r} would be published again")
 
 
 @command(dlt)
@@ -204,10 +213,11 @@ def dismiss(
     *,
     topic: TopicName,
     limit: Annotated[int | None, option("The oldest N that are open.", type=POSITIVE)],
+    execute: Annotated[bool, executing("Dismiss them")],
     as_json: AsJson,
     **conditions: Unpack[_Filter],
 ) -> None:
-    """Close open dead letters of TOPIC without publishing them again.
+    """Close open dead letters of TOPIC without publishing them again: a plan and, with --execute, the dismissal.
 
     For events that somebody has put right in another way, or that need no handling. With options, only the dead letters
     that meet all of them: `eventsql dlt list TOPIC --not-redriven` lists them, with the same options. The dead letters
@@ -219,7 +229,14 @@ def dismiss(
     wanted = _letters(**conditions)
     with context.platform() as platform:
         _tell_of_backfills(platform, topic, wanted)
-        dismissed = platform.dead_letters.dismiss(topic, wanted, limit=limit)
+        if execute:
+            dismissed = platform.dead_letters.dismiss(topic, wanted, limit=limit)
+        else:
+            dismissed = platform.dead_letters.plan_redrive(topic, wanted, limit=limit).redrives
     if as_json:
-        write_json({"dismissed": dismissed})
-    say(f"{counted(dismissed, 'dead letter')} of topic {topic!r} dismissed")
+        write_json({"dismissed": dismissed, "executed": execute})
+    letters = f"{counted(dismissed, 'dead letter')} of topic {topic!r}"
+    if execute:
+        say(f"{letters} dismissed")
+    else:
+        say_plan(f"{letters} would be dismissed")

@@ -27,16 +27,18 @@ def leftover_findings(shard: Shard) -> Iterator[Finding]:
     """Rows of topics and consumers that another program, or an earlier version, has deleted."""
     leftovers = Leftovers(shard.database)
     for left in leftovers.find():
-        yield warning("leftovers", f"{left}", "eventsql topic retain")
+        yield warning("leftovers", f"{left}", "eventsql topic retain --execute")
     for table in leftovers.begun_drops():
         yield warning(
-            "leftovers", f"a retention is about to drop segment {table}, or was interrupted", "eventsql topic retain"
+            "leftovers",
+            f"a retention is about to drop segment {table}, or was interrupted",
+            "eventsql topic retain --execute",
         )
     for name in leftovers.unregistered():
         yield warning(
             "leftovers",
             f"the buffer has events for topic {name}, which does not exist: they are moved when it is registered",
-            f"{advised('topic create', name)}, and if nobody needs them, then {advised('topic delete --force', name)}",
+            f"{advised('topic create', name)}, and if nobody needs them, then {advised('topic delete', name)}",
         )
     for topic in shard.registry.topics():
         for each in leftovers.lacking(topic.name):

@@ -94,5 +94,5 @@ def view_findings(shard: Shard) -> Iterator[Finding]:
         yield warning(
             "views",
             f"{counted(partitions, 'partition')} of view {name} should have been dropped a day ago or earlier",
-            "eventsql view retain, once a day",
+            "eventsql view retain --execute, once a day",
         )

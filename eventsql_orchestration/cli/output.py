@@ -86,6 +86,11 @@ def say(message: str) -> None:
         complain(message)
 
 
+def say_plan(would: str, options: str = "--execute") -> None:
+    """Say what a command would do, and the options with which it does that."""
+    say(f"a plan, nothing is done: {would}; run it again with {options}")
+
+
 def complain(message: str) -> None:
     """Write a warning or an error on standard error, as one line."""
     _tell(f"eventsql: {' '.join(redact(message).split())}\n")

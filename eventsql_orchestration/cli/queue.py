@@ -14,7 +14,7 @@ import click
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.failures import message_of
 from eventsql_orchestration.cli.input import StandardInput, batches, stdin_is_terminal
-from eventsql_orchestration.cli.output import bytes_field, say, write_json
+from eventsql_orchestration.cli.output import bytes_field, say, say_plan, write_json
 from eventsql_orchestration.cli.parameters import (
     POSITIVE,
     AsJson,
@@ -265,14 +265,15 @@ def purge(context: CliContext, name: QueueName, execute: Annotated[bool, executi
         if execute:
             say(f"{counted(target.purge(), 'message')} of queue {name!r} deleted")
         else:
-            say(f"{counted(target.statistics().depth, 'message')} would be deleted: add --execute")
+            say_plan(f"{counted(target.statistics().depth, 'message')} of queue {name!r} would be deleted")
 
 
 @command(queue)
 def delete(
-    context: CliContext, name: QueueName, force: Annotated[bool, option("Delete its messages and its archive with it.")]
-) -> None:
-    """Delete QUEUE. If it has messages, dead letters or an archive, this needs --force.
+    context: CliContext, name: QueueName, execute: Annotated[bool, executing("Delete it")],
+    force: Annotated[bool, option("Delete it even with messages, dead letters or an archive.")],
+) -> None:  # fmt: skip
+    """Delete QUEUE: a plan and, with --execute, the deletion. If it has messages or an archive, this needs --force.
 
     Its dead letters stay in their own queue, and cannot be redriven any more. A queue that takes the dead letters of
     another queue is kept. Programs that use the queue get an error until they are restarted.
@@ -280,6 +281,12 @@ def delete(
     with context.platform() as platform:
         target = _existing(platform, name)
         dead_letters = target.definition().dead_letters
+        if not execute:
+            held = target.statistics()
+            options = "--execute --force" if held.depth or held.dead or target.archived(1) else "--execute"
+            messages, dead = counted(held.depth, "message"), counted(held.dead, "dead letter")
+            say_plan(f"queue {name!r} would be deleted with {messages}, and {dead} could not be redriven", options)
+            return
         target.delete(force=force)
     say(f"queue {name!r} deleted")
     if dead_letters is not None:
@@ -292,11 +299,22 @@ def redrive(
     name: QueueName,
     limit: Annotated[int | None, option("The oldest N.", type=POSITIVE)],
     ids: Annotated[tuple[int, ...], option("The dead letter with this id; repeat it.", "--id", type=POSITIVE)],
+    execute: Annotated[bool, executing("Move them")],
 ) -> None:
-    """Move the dead letters of QUEUE back to it, at once. `eventsql queue peek QUEUE_dead` says why each failed."""
+    """Move the dead letters of QUEUE back to it: a plan and, with --execute, the move.
+
+    `eventsql queue peek QUEUE_dead` says why each failed.
+    """
     with context.platform() as platform:
-        redriven = _existing(platform, name).redrive(limit, ids=ids or None)
-    say(f"{counted(redriven, 'dead letter')} moved back to queue {name!r}")
+        source = _existing(platform, name)
+        if execute:
+            say(f"{counted(source.redrive(limit, ids=ids or None), 'dead letter')} moved back to queue {name!r}")
+            return
+        source.check_dead_letters(ids)
+        dead = source.statistics().dead
+    redriven = len(set(ids)) if ids else dead
+    redriven = redriven if limit is None else min(limit, redriven)
+    say_plan(f"{counted(redriven, 'dead letter')} would be moved back to queue {name!r}")
 
 
 @command(queue)

@@ -7,8 +7,8 @@ from typing import Annotated, Any, TypeAlias
 import click
 
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.output import say, write
-from eventsql_orchestration.cli.parameters import AsJson, command, option
+from eventsql_orchestration.cli.output import say, say_plan, write
+from eventsql_orchestration.cli.parameters import AsJson, command, executing, option
 from eventsql_orchestration.cli.tables import Columns, same, show_list
 from eventsql_orchestration.database.grants import DEFAULT_PREFIX
 from eventsql_orchestration.database.roles import Roles
@@ -83,10 +83,26 @@ def drop(
     context: CliContext,
     topics: _Topics,
     everything: Annotated[bool, option("All roles. The current role gets the platform's tables.", "--all")],
+    execute: Annotated[bool, executing("Drop them")],
 ) -> None:
-    """Drop the roles of topics, or all roles of this installation. Events and logins stay."""
+    """Drop the roles of topics, or all roles of this installation. Events and logins stay.
+
+    A plan and, with --execute, the drop. The logins that are members lose the rights of these roles.
+    """
     if everything == bool(topics):
         raise click.UsageError("name the topics whose roles to drop with --topic, or give --all")
+    members: set[str] = set()
     with context.platform() as platform:
-        dropped = [role.name for shard in platform.shards for role in Roles(shard.database).drop(topics=topics)]
-    say(f"dropped {', '.join(dict.fromkeys(dropped))}" if dropped else "there are no such roles")
+        dropped: list[str] = []
+        for shard in platform.shards:
+            roles = Roles(shard.database)
+            states = [state for state in roles.states() if not topics or state.role.topic in topics]
+            members |= {member for state in states for member in state.members}
+            dropped += [role.name for role in (roles.drop(topics=topics) if execute else [s.role for s in states])]
+    names = ", ".join(dict.fromkeys(dropped))
+    if not names:
+        say("there are no such roles")
+    elif execute:
+        say(f"dropped {names}")
+    else:
+        say_plan(f"{names} would be dropped; their members are {', '.join(sorted(members)) or 'no logins'}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from functools import partial
 from math import inf
@@ -17,7 +17,7 @@ import click
 from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.lag import SUBSCRIPTION_COLUMNS
-from eventsql_orchestration.cli.output import say, timestamp, write_lines
+from eventsql_orchestration.cli.output import say, say_plan, timestamp, write_lines
 from eventsql_orchestration.cli.parameters import (
     POSITIVE,
     AsJson,
@@ -34,7 +34,9 @@ from eventsql_orchestration.errors import EventSQLError
 from eventsql_orchestration.validation import check_name, counted
 
 if TYPE_CHECKING:
+    from eventsql_orchestration.client.eventsql import EventSQL
     from eventsql_orchestration.store.change import RecordedChange
+    from eventsql_orchestration.store.dead_letters import StoreDeadLetter
 
 _BATCH: Final = 1_000
 
@@ -84,12 +86,18 @@ def show(
 ) -> None:
     """Print the changes of an aggregate as JSON lines."""
     with context.platform() as platform:
-        changes = platform.store.load(aggregate_type, aggregate_id, upto_version=upto)
+        _write(_changes(platform, aggregate_type, aggregate_id, upto))
+
+
+def _changes(
+    platform: EventSQL, aggregate_type: str, aggregate_id: str, upto: int | None = None
+) -> Sequence[RecordedChange]:
+    changes = platform.store.load(aggregate_type, aggregate_id, upto_version=upto)
     if not changes:
         raise EventSQLError(
             f"no aggregate {aggregate_id!r} of type {aggregate_type!r} has changes: see `eventsql store list`"
         )
-    _write(changes)
+    return changes
 
 
 @command(store)
@@ -154,11 +162,21 @@ def append(
 
 
 @command(store)
-def close(context: CliContext, *, aggregate_type: AggregateType, aggregate_id: AggregateId) -> None:
-    """Close an aggregate for ever: it takes no more changes, and can be archived."""
+def close(
+    context: CliContext, *, aggregate_type: AggregateType, aggregate_id: AggregateId,
+    execute: Annotated[bool, executing("Close it")],
+) -> None:  # fmt: skip
+    """Close an aggregate for ever, so that it takes no more changes, and can be archived.
+
+    A plan and, with --execute, the closing.
+    """
     with context.platform() as platform:
-        platform.store.close_stream(aggregate_type, aggregate_id)
-    say(f"{aggregate_type} {aggregate_id!r} is closed")
+        if execute:
+            platform.store.close_stream(aggregate_type, aggregate_id)
+            say(f"{aggregate_type} {aggregate_id!r} is closed")
+        else:
+            version = _changes(platform, aggregate_type, aggregate_id)[-1].version
+            say_plan(f"{aggregate_type} {aggregate_id!r} would be closed for ever at version {version}")
 
 
 @command(store)
@@ -224,7 +242,7 @@ def replay(
         if found is None:
             raise lazy.not_found(subscription)
         if not execute:
-            say(f"subscription {subscription!r} stands at {found.checkpoint}: run it again with --execute to move it")
+            say_plan(f"subscription {subscription!r} would move from {found.checkpoint} to {place}")
             return
         reached = platform.store.replay(subscription, place)
     say(f"subscription {subscription!r} goes on after {reached}")
@@ -234,11 +252,16 @@ def replay(
 def dead_letters(context: CliContext, subscription: Annotated[str, argument()], as_json: AsJson) -> None:
     """List the changes that SUBSCRIPTION has given up. `Subscription.redrive()` hands them to its handler again."""
     with context.platform() as platform:
-        found = platform.store.dead_letters(subscription)
-        if not found and subscription not in {each.name for each in platform.store.subscriptions()}:
-            raise lazy.not_found(subscription)
+        found = _dead_letters(platform, subscription)
     columns = same("id", "aggregate_type", "aggregate_id", "version", "attempts", "failure", "created_at")
     context.show_items(found, as_json=as_json, json=columns, table=columns)
+
+
+def _dead_letters(platform: EventSQL, subscription: str) -> list[StoreDeadLetter]:
+    found = platform.store.dead_letters(subscription)
+    if not found and subscription not in {each.name for each in platform.store.subscriptions()}:
+        raise lazy.not_found(subscription)
+    return found
 
 
 @command(store)
@@ -247,11 +270,19 @@ def dismiss(
     *,
     subscription: Annotated[str, argument()],
     ids: Annotated[tuple[int, ...], option("Only the dead letter with this id; repeat it.", "--id", type=POSITIVE)],
+    execute: Annotated[bool, executing("Delete them")],
 ) -> None:
-    """Delete dead letters of SUBSCRIPTION whose changes need no handling any more. Their changes stay in the store."""
+    """Delete dead letters of SUBSCRIPTION whose changes need no handling any more. Their changes stay in the store.
+
+    A plan and, with --execute, the deletion.
+    """
     with context.platform() as platform:
-        dismissed = platform.store.dismiss(subscription, ids or None)
-    say(f"{counted(dismissed, 'dead letter')} of subscription {subscription!r} dismissed")
+        if execute:
+            dismissed = platform.store.dismiss(subscription, ids or None)
+            say(f"{counted(dismissed, 'dead letter')} of subscription {subscription!r} dismissed")
+        else:
+            chosen = [each for each in _dead_letters(platform, subscription) if not ids or each.id in ids]
+            say_plan(f"{counted(len(chosen), 'dead letter')} of subscription {subscription!r} would be deleted")
 
 
 @command(store)

@@ -9,8 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict, Unpack
 import click
 
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.output import say, write_json
-from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, Size, TopicName, TopicNames, command, option
+from eventsql_orchestration.cli.output import say, say_plan, write_json
+from eventsql_orchestration.cli.parameters import (
+    POSITIVE,
+    AsJson,
+    Size,
+    TopicName,
+    TopicNames,
+    command,
+    executing,
+    option,
+)
 from eventsql_orchestration.cli.tables import Columns, show_list, without
 from eventsql_orchestration.cli.topic_output import STATISTICS, TOPIC, description, form, kept, statistics
 from eventsql_orchestration.cli.topic_upkeep import compact, erase, erasures, retain
@@ -242,12 +251,23 @@ def stats(context: CliContext, topics: TopicNames, as_json: AsJson) -> None:
 
 @command(topic)
 def delete(
-    context: CliContext, topic: TopicName, force: Annotated[bool, option("Delete its events and consumers with it.")]
-) -> None:
-    """Delete TOPIC. If it has events or consumers, this needs --force."""
+    context: CliContext, topic: TopicName, execute: Annotated[bool, executing("Delete it")],
+    force: Annotated[bool, option("Delete it even with events, consumers or captured tables.")],
+) -> None:  # fmt: skip
+    """Delete TOPIC: a plan and, with --execute, the deletion. If it has events or consumers, this needs --force."""
     with context.whole() as platform:
-        platform.registry.unregister_topic(topic, force=force)
-    say(f"topic {topic!r} deleted")
+        if execute:
+            platform.registry.unregister_topic(topic, force=force)
+            say(f"topic {topic!r} deleted")
+            return
+        found = statistics(platform, [topic])
+        consumers = ", ".join(sorted({state.name for state in platform.registry.consumers(topic)}))
+    events = sum(each.events + each.buffered for each in found)
+    say_plan(
+        f"topic {topic!r} would be deleted with about {counted(events, 'event')}, and with "
+        + (f"its consumers {consumers}" if consumers else "no consumer"),
+        "--execute --force" if events or consumers else "--execute",
+    )
 
 
 for _command in (erase, erasures, compact, retain):

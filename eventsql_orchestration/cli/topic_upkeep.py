@@ -9,7 +9,7 @@ from typing import Annotated, Final
 import click
 
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.output import say, write_json
+from eventsql_orchestration.cli.output import say, say_plan, write_json
 from eventsql_orchestration.cli.parameters import (
     FILE,
     POSITIVE,
@@ -136,16 +136,16 @@ _DROPPED: Final[Columns] = same("topic", "segments", "events", "bytes", "upto", 
 def retain(
     context: CliContext,
     topics: TopicNames,
-    dry_run: Annotated[bool, option("Only say what would be dropped.")],
+    execute: Annotated[bool, executing("Drop them")],
     force: Annotated[bool, option("Also drop events that consumers have not consumed: they lose them.")],
     as_json: AsJson,
 ) -> None:
-    """Drop the segments beyond the retention of each TOPIC, or of all topics.
+    """Drop the segments beyond the retention of each TOPIC, or of all topics: a plan and, with --execute, the drop.
 
     `eventsql transfer` does it once a minute, and Dagster's housekeeping once an hour.
     """
     with context.platform() as platform:
-        dropped = platform.retention.run_once(topics or None, force=force, execute=not dry_run)
+        dropped = platform.retention.run_once(topics or None, force=force, execute=execute)
     if not dropped and not as_json:
         say(
             "nothing to do: no topic has a retention (`eventsql topic alter` sets one), or another process applies it "
@@ -154,7 +154,7 @@ def retain(
         return
     columns: Columns = {
         **same("topic", "shard"),
-        "would drop" if dry_run else "dropped": lambda each: counted(each.segments, "segment"),
+        "dropped" if execute else "would drop": lambda each: counted(each.segments, "segment"),
         "events (about)": "events",
         "size": lambda each: size(each.bytes),
         "up to offset": lambda each: each.upto if each.segments else "",
@@ -163,3 +163,5 @@ def retain(
     context.show_items(dropped, as_json=as_json, json=_DROPPED, table=columns)
     if not as_json and any(not each.segments and each.held_by is None for each in dropped):
         say("a segment is dropped as a whole, when all of its events are beyond the retention")
+    if not execute and (segments := sum(each.segments for each in dropped)):
+        say_plan(f"{counted(segments, 'segment')} would be dropped")

@@ -17,7 +17,7 @@ import click
 
 from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.output import say, timestamp, write, write_json
+from eventsql_orchestration.cli.output import say, say_plan, timestamp, write, write_json
 from eventsql_orchestration.cli.parameters import (
     FILE,
     POSITIVE,
@@ -90,13 +90,20 @@ def list_views(context: CliContext, *, as_json: AsJson) -> None:
 
 
 @command(view)
-def retain(context: CliContext, *, as_json: AsJson) -> None:
-    """Drop the partitions of views whose entries are all older than the view's retention."""
+def retain(context: CliContext, *, execute: Annotated[bool, executing("Drop them")], as_json: AsJson) -> None:
+    """Drop the partitions of views whose entries are all older than the view's retention.
+
+    A plan and, with --execute, the drop. Dagster's housekeeping does it once an hour.
+    """
     with _views(context) as views:
-        retained = views.retain()
-    _show_kept(
-        retained, lambda each: f"view {each.view!r}: {counted(each.dropped, 'partition')} dropped", as_json=as_json
-    )
+        retained = views.retain(execute=execute)
+    if execute or as_json:
+        _show_kept(
+            retained, lambda each: f"view {each.view!r}: {counted(each.dropped, 'partition')} dropped", as_json=as_json
+        )
+        return
+    due = [f"{counted(each.dropped, 'partition')} of view {each.view!r}" for each in retained if each.dropped]
+    say_plan(f"{', '.join(due)} would be dropped" if due else "no partition is older than its view's retention")
 
 
 @command(view, "sort")
@@ -128,15 +135,24 @@ def drop(context: CliContext, *, name: ViewName, execute: Annotated[bool, execut
             views.drop(name)
             say(f"{definition.kind} {name!r} dropped")
         else:
-            say(f"{definition.kind} {name!r} would be dropped with all of its entries: --execute drops it")
+            say_plan(f"{definition.kind} {name!r} would be dropped with all of its entries")
 
 
 @command(view, "give-up")
-def give_up(context: CliContext, *, name: ViewName) -> None:
-    """Clean up after a killed rebuild of the view NAME. A rebuild under way fails."""
+def give_up(context: CliContext, *, name: ViewName, execute: Annotated[bool, executing("Clean up")]) -> None:
+    """Clean up after a killed rebuild of the view NAME: a plan and, with --execute, the drop of what it has left.
+
+    A rebuild under way fails.
+    """
     with _views(context) as views:
-        views.give_up(name)
-    say(f"view {name!r} has no rebuild any more")
+        views.definition(name)
+        if execute:
+            views.give_up(name)
+            say(f"view {name!r} has no rebuild any more")
+        elif (begun := views.unfinished_rebuilds().get(name)) is not None:
+            say_plan(f"the rebuild of view {name!r} that began at {cell(begun)} would be dropped")
+        else:
+            say(f"view {name!r} has no rebuild")
 
 
 @command(short_help="Show what happened to a resource.")

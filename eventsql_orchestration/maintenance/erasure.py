@@ -366,7 +366,7 @@ class _Run:
             if not retry.lasts():
                 raise DatabaseBusyError(
                     f"{', '.join(leaving)} left the log of topic {name!r} and may have events of these keys: let "
-                    f"`eventsql topic retain {name}` end that, and erase again"
+                    f"`eventsql topic retain {name} --execute` end that, and erase again"
                 )
 
     def vacuum(self, connection: Connection) -> bool:

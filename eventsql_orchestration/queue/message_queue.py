@@ -337,16 +337,21 @@ class MessageQueue:
         queues = [QueueUpkeep(table) for table in self._shards.all()]
         chosen = None if ids is None else list(ids)
         if chosen is not None:
-            known = Counter(found for each in queues for found in each.dead_letters(chosen))
-            if unknown := [number for number in dict.fromkeys(chosen) if number not in known]:
-                raise MessageNotFoundError(
-                    f"queue {self.name!r} has no dead letter {', '.join(map(str, unknown))}: `eventsql queue describe` "
-                    "names its queue of dead letters, and `eventsql queue peek` lists the messages of a queue",
-                    ids=unknown,
-                )
-            if several := [number for number in known if known[number] > 1]:
-                raise ShardError(f"dead letter {min(several)} of queue {self.name!r} is on several shards: {ONE_SHARD}")
+            self.check_dead_letters(chosen)
         return sum(each.redrive(limit, chosen) for each in queues)
+
+    def check_dead_letters(self, ids: Iterable[int]) -> None:
+        """Raise as `redrive` if it would refuse these ids."""
+        chosen = list(ids)
+        known = Counter(found for table in self._shards.all() for found in QueueUpkeep(table).dead_letters(chosen))
+        if unknown := [number for number in dict.fromkeys(chosen) if number not in known]:
+            raise MessageNotFoundError(
+                f"queue {self.name!r} has no dead letter {', '.join(map(str, unknown))}: `eventsql queue describe` "
+                "names its queue of dead letters, and `eventsql queue peek` lists the messages of a queue",
+                ids=unknown,
+            )
+        if several := [number for number in known if known[number] > 1]:
+            raise ShardError(f"dead letter {min(several)} of queue {self.name!r} is on several shards: {ONE_SHARD}")
 
     def statistics(self) -> QueueStatistics:
         """Count the queue's messages by state. The time grows with their number."""

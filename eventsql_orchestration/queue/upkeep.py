@@ -87,7 +87,7 @@ class QueueUpkeep:
             what = " and ".join(kind for kind, found in held.items() if found)
             raise QueueInUseError(
                 f"queue {name!r} is kept, because it has {what}: to delete it with them, use "
-                f"`{advised('queue delete --force', name)}` (in Python force=True)"
+                f"`{advised('queue delete --execute --force', name)}` (in Python force=True)"
             )
 
     def delete(self, *, force: bool) -> None:

@@ -403,8 +403,8 @@ def _partitions(count: int) -> str:
 
 def _kept(name: str, what: str) -> RegistryError:
     return RegistryError(
-        f"topic {name!r} is kept, because it has {what}: delete all of it with `eventsql topic delete {name} --force` "
-        "(in Python force=True)"
+        f"topic {name!r} is kept, because it has {what}: delete all of it with `eventsql topic delete {name} --execute "
+        "--force` (in Python force=True)"
     )
 
 

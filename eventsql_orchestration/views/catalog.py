@@ -187,15 +187,16 @@ class Views:
 
     # Partitions
 
-    def retain(self, *, now: datetime | None = None) -> list[Retained]:
+    def retain(self, *, now: datetime | None = None, execute: bool = True) -> list[Retained]:
         """Drop the partitions of each view whose entries are all older than its retention.
 
+        Without `execute`, only gives the numbers of partitions that it would drop.
         `now` replaces the server's time, and is at most 100 years from it. If a transaction uses the view for longer
         than a second, the rest stays for the next run. Also makes the partition after the current one, so that no
         handler has to.
         """
         time = self._time(now)
-        results = [self._retain(each, time) for each in self.definitions()]
+        results = [self._retain(each, time, execute=execute) for each in self.definitions()]
         return [result for result in results if result is not None]
 
     def sort(self, *, now: datetime | None = None) -> list[Sorted]:
@@ -217,8 +218,10 @@ class Views:
             raise ValidationError(f"now must be at most 100 years from {time}, not {now}")
         return time if now is None else now
 
-    def _retain(self, view: Definition, now: datetime) -> Retained | None:
+    def _retain(self, view: Definition, now: datetime, *, execute: bool) -> Retained | None:
         with self._database.connection() as connection:
+            if not execute:
+                return Retained(view.name, len(self._due(connection, view, now)), busy=0)
             try:
                 self._make_periods(connection, view, now)
             except (psycopg.errors.NoDataFound, psycopg.errors.UndefinedTable):

@@ -329,7 +329,7 @@ def test_a_range_whose_events_all_fail_stops_and_its_letters_are_not_redriven(
     assert resumed.exit_code == 0, resumed.stderr
     assert "5 were given up" in resumed.stderr
 
-    redriven = run("dlt", "redrive", "orders")
+    redriven = run("dlt", "redrive", "orders", "--execute")
     assert redriven.exit_code == 0
     assert "5 dead letters of backfill may left out" in redriven.stderr
     assert run("dlt", "list", "orders", "--json").stdout.strip() == "[]"
@@ -342,7 +342,7 @@ def test_a_deleted_backfill_leaves_nothing_behind(run: Run, ledger: Ledger) -> N
     backfills = Backfills(ledger.platform.shards)
     backfills.register(backfills.plan("orders", "ledger", ReplayRange(Earliest())), "may")
     assert "may" in run("backfill", "list").stdout
-    assert run("backfill", "delete", "orders", "ledger", "may").exit_code == 0
+    assert run("backfill", "delete", "orders", "ledger", "may", "--execute").exit_code == 0
     assert ledger.consumers() == ["fragile", "ledger", "ranges"]
     assert run("backfill", "delete", "orders", "ledger", "may").exit_code == 1
 

@@ -25,7 +25,7 @@ def test_a_capture_is_created_listed_and_dropped(run: Run, platform: EventSQL, s
         "snapshot_rows": 1, "problem": None,
     }  # fmt: skip
     assert "public.orders" in run("capture", "list").output
-    assert run("capture", "drop", "orders", "changes").exit_code == 0
+    assert run("capture", "drop", "orders", "changes", "--execute").exit_code == 0
     assert json.loads(run("capture", "list", "--json").stdout) == []
 
 
@@ -35,8 +35,8 @@ def test_the_list_names_triggers_that_a_deleted_topic_has_left(
     session.execute("CREATE TABLE orders (id integer PRIMARY KEY)")
     platform.registry.register_topic(Topic("changes"))
     assert run("capture", "create", "orders", "changes", "--no-snapshot").exit_code == 0
-    assert run("topic", "delete", "changes").exit_code == 1
-    assert run("topic", "delete", "changes", "--force").exit_code == 0
+    assert run("topic", "delete", "changes", "--execute").exit_code == 1
+    assert run("topic", "delete", "changes", "--execute", "--force").exit_code == 0
     assert "eventsql capture drop public.orders changes" in run("capture", "list").output
 
 

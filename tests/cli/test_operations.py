@@ -143,7 +143,7 @@ def test_leftovers_of_a_deleted_topic_are_named_and_the_named_command_clears_the
     code, findings = diagnose(run)
     assert code == 0, "they are in nobody's way"
     layouts, buffered = findings["leftovers"]
-    assert (layouts["status"], layouts["remedy"]) == ("warning", "eventsql topic retain")
+    assert (layouts["status"], layouts["remedy"]) == ("warning", "eventsql topic retain --execute")
     assert "former" in layouts["message"]
     assert "former" in buffered["message"]
     assert run(*layouts["remedy"].split()[1:]).exit_code == 0
@@ -163,7 +163,9 @@ def test_events_of_a_topic_that_does_not_exist_are_deleted_by_the_commands_that_
         connection.execute("DELETE FROM eventsql.topic")
     (finding,) = diagnose(run)[1]["leftovers"]
     create, delete = re.findall(r"eventsql (topic (?:create|delete)[^,]*)", finding["remedy"])
-    assert run(*create.split()).exit_code == run(*delete.split()).exit_code == 0
+    assert run(*create.split()).exit_code == 0
+    assert "run it again with --execute --force" in run(*delete.split()).stderr
+    assert run(*delete.split(), "--execute", "--force").exit_code == 0
     with platform.database.connection() as connection:
         assert connection.execute("SELECT FROM eventsql.event_buffer").fetchall() == []
     assert "leftovers" not in diagnose(run)[1]
@@ -673,24 +675,25 @@ def test_the_doctor_warns_of_dead_letters_until_they_are_redriven_or_dismissed(r
     assert (code, finding["status"]) == (0, "warning")
     assert finding["message"].startswith(f"1 event of topic {TOPIC} ")
     assert f"eventsql dlt {command} {TOPIC}" in finding["remedy"]
-    assert run("dlt", command, TOPIC).exit_code == 0
+    assert run("dlt", command, TOPIC, "--execute").exit_code == 0
     assert "dead letters" not in diagnose(run)[1]
 
 
 @pytest.mark.usefixtures("dead_letter")
 def test_a_dead_letter_is_redriven_once(run: Run, platform: EventSQL) -> None:
-    result = run("dlt", "redrive", TOPIC)
+    result = run("dlt", "redrive", TOPIC, "--execute")
     assert (result.exit_code, result.stdout) == (0, "")
     assert result.stderr == f"eventsql: 1 dead letter of topic '{TOPIC}' published again\n"
     assert [event.value for event in platform.reader.read(TOPIC)] == [b'{"id": 1}'] * 2
     assert json.loads(run("dlt", "list", TOPIC, "--json").stdout)[0]["redriven"] is True
-    assert "0 dead letters" in run("dlt", "redrive", TOPIC).stderr
+    assert "0 dead letters" in run("dlt", "redrive", TOPIC, "--execute").stderr
 
 
 @pytest.mark.usefixtures("dead_letter")
 def test_a_dead_letter_is_dismissed_once(run: Run, platform: EventSQL) -> None:
-    assert json.loads(run("dlt", "dismiss", TOPIC, "--consumer", "other", "--json").stdout) == {"dismissed": 0}
-    result = run("dlt", "dismiss", TOPIC)
+    none = json.loads(run("dlt", "dismiss", TOPIC, "--consumer", "other", "--json").stdout)
+    assert none == {"dismissed": 0, "executed": False}
+    result = run("dlt", "dismiss", TOPIC, "--execute")
     assert (result.exit_code, result.stdout) == (0, "")
     assert result.stderr == f"eventsql: 1 dead letter of topic '{TOPIC}' dismissed\n"
     assert [event.value for event in platform.reader.read(TOPIC)] == [b'{"id": 1}']
@@ -699,7 +702,7 @@ def test_a_dead_letter_is_dismissed_once(run: Run, platform: EventSQL) -> None:
     assert datetime.fromisoformat(listed["dismissed_at"]).utcoffset() == timedelta(0)
     assert "dismissed" in run("dlt", "show", TOPIC, 1).stdout
     for command in ("redrive", "dismiss"):
-        assert "0 dead letters" in run("dlt", command, TOPIC).stderr
+        assert "0 dead letters" in run("dlt", command, TOPIC, "--execute").stderr
 
 
 @pytest.mark.usefixtures("dead_letter")
@@ -712,7 +715,7 @@ def test_a_dead_letter_is_shown_with_where_it_comes_from_and_what_became_of_it(r
     assert fields()["dlt_consumer"] == "mailer"
     assert fields()["redriven"] == "-"
     assert json.loads(run("dlt", "show", TOPIC, 1, "--json").stdout)["origin"] == f"{TOPIC}:0:1"
-    run("dlt", "redrive", TOPIC)
+    run("dlt", "redrive", TOPIC, "--execute")
     assert fields()["redriven"] != "-"
     (listed,) = json.loads(run("dlt", "list", TOPIC, "--json").stdout)
     assert datetime.fromisoformat(listed["redriven_at"]).utcoffset() == timedelta(0)
@@ -773,19 +776,20 @@ def listed(run: Run, *options: object) -> list[int]:
 def test_dead_letters_are_listed_and_planned_to_be_redriven_by_each_filter(run: Run) -> None:
     for options, expected in FILTERED:
         assert listed(run, *options) == expected
-        plan = json.loads(run("dlt", "redrive", TOPIC, "--dry-run", "--json", *options).stdout)
+        plan = json.loads(run("dlt", "redrive", TOPIC, "--json", *options).stdout)
         assert (plan["redriven_before"], plan["redrives"]) == (0, len(expected))
 
 
 @with_dead_letters
 def test_the_dead_letters_that_are_listed_are_those_that_are_redriven(run: Run, platform: EventSQL) -> None:
     assert listed(run, *OF_A_RANGE) == listed(run, *OF_A_RANGE, "--not-redriven") == [2, 3]
-    plan = json.loads(run("dlt", "redrive", TOPIC, "--dry-run", "--json", *OF_A_RANGE).stdout)
+    plan = json.loads(run("dlt", "redrive", TOPIC, "--json", *OF_A_RANGE).stdout)
     assert (plan["redriven_before"], plan["redrives"]) == (0, 2)
-    assert run("dlt", "redrive", TOPIC, "--dry-run", *OF_A_RANGE).stdout.splitlines()[-1].split()[-1] == "2"
+    assert run("dlt", "redrive", TOPIC, *OF_A_RANGE).stdout.splitlines()[-1].split()[-1] == "2"
     assert platform.reader.end(TOPIC) == 4
     assert listed(run, *OF_A_RANGE, "--redriven") == []
-    assert json.loads(run("dlt", "redrive", TOPIC, "--json", *OF_A_RANGE).stdout) == {"redriven": 2}
+    done = json.loads(run("dlt", "redrive", TOPIC, "--execute", "--json", *OF_A_RANGE).stdout)
+    assert done == {"redriven": 2, "executed": True}
     events = platform.reader.read(TOPIC, after=4)
     assert [event.metadata["redriven_from"] for event in events] == [f"{TOPIC}_dlt:{letter}" for letter in (2, 3)]
     assert listed(run, *OF_A_RANGE, "--redriven") == [2, 3]
@@ -793,8 +797,8 @@ def test_the_dead_letters_that_are_listed_are_those_that_are_redriven(run: Run, 
 
 @with_dead_letters
 def test_dead_letters_are_redriven_again_when_that_is_asked_for(run: Run, platform: EventSQL) -> None:
-    run("dlt", "redrive", TOPIC, "--id", 2)
-    plan = run("dlt", "redrive", TOPIC, "--dry-run", "--again", "--json").stdout
-    assert json.loads(plan) == {"letters": 4, "redriven_before": 1, "redrives": 4}
-    assert "4 dead letters" in run("dlt", "redrive", TOPIC, "--again").stderr
+    run("dlt", "redrive", TOPIC, "--id", 2, "--execute")
+    plan = run("dlt", "redrive", TOPIC, "--again", "--json").stdout
+    assert json.loads(plan) == {"letters": 4, "redriven_before": 1, "redrives": 4, "executed": False}
+    assert "4 dead letters" in run("dlt", "redrive", TOPIC, "--again", "--execute").stderr
     assert platform.reader.count(TOPIC, after=4) == 5

@@ -42,7 +42,7 @@ def test_a_queue_is_created_filled_looked_at_and_emptied(run: Run) -> None:
     assert [each["body"] for each in received] == ["first"]
     assert [each["body"] for each in shown(run, "queue", "archive", "jobs")] == ["first"]
     assert run("queue", "archive", "--drop-expired").exit_code == 0
-    assert "2 messages would be" in run("queue", "purge", "jobs").output
+    assert "2 messages of queue 'jobs' would be deleted" in run("queue", "purge", "jobs").output
     assert run("queue", "purge", "jobs", "--execute").exit_code == 0
     listed = shown(run, "queue", "list")
     assert [(each["queue"], each["visible"]) for each in listed] == [("jobs", 0), ("jobs_dead", 0)]
@@ -77,22 +77,22 @@ def test_a_command_works_a_queue_off_and_its_failures_become_dead_letters(
     assert "2 messages of queue 'jobs' handled, 1 failed" in result.output
     assert queue.statistics().dead == 1
     assert "ended with exit code 1" in run("queue", "peek", "jobs_dead").stdout
-    assert run("queue", "redrive", "jobs").exit_code == 0
+    assert run("queue", "redrive", "jobs", "--execute").exit_code == 0
     assert queue.depth().visible == 1
 
 
 def test_a_queue_is_deleted_by_force_where_it_has_messages(run: Run, database: Database) -> None:
     Queue(database, "jobs", max_receives=1).send(b"1")
-    kept = run("queue", "delete", "jobs")
+    kept = run("queue", "delete", "jobs", "--execute")
     assert kept.exit_code == 1
-    assert "eventsql queue delete --force jobs" in kept.stderr
-    needed = run("queue", "delete", "jobs_dead", "--force")
+    assert "eventsql queue delete --execute --force jobs" in kept.stderr
+    needed = run("queue", "delete", "jobs_dead", "--execute", "--force")
     assert needed.exit_code == 1
     assert "'jobs'" in needed.stderr
-    deleted = run("queue", "delete", "jobs", "--force")
+    deleted = run("queue", "delete", "jobs", "--execute", "--force")
     assert deleted.exit_code == 0, deleted.output
     assert "eventsql queue delete jobs_dead" in deleted.stderr
-    assert run("queue", "delete", "jobs_dead").exit_code == 0
+    assert run("queue", "delete", "jobs_dead", "--execute").exit_code == 0
     assert list_queues(database) == []
 
 

@@ -103,10 +103,10 @@ def test_a_topic_is_described_with_its_partitions_and_consumers(run: Run, platfo
 
 def test_a_topic_with_events_is_deleted_by_force_only(run: Run, platform: EventSQL, topic: str) -> None:
     platform.publisher.publish(Publication(topic, b"1"))
-    refused = run("topic", "delete", topic)
+    refused = run("topic", "delete", topic, "--execute")
     assert refused.exit_code == 1
     assert "it has events" in refused.stderr
-    assert run("topic", "delete", topic, "--force").exit_code == 0
+    assert run("topic", "delete", topic, "--execute", "--force").exit_code == 0
     assert platform.registry.topics() == []
 
 
@@ -143,17 +143,17 @@ def old(run: Run, platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_retention_is_planned_and_kept_to(run: Run, platform: EventSQL, old: str) -> None:
-    planned = json.loads(run("topic", "retain", old, "--dry-run", "--json").stdout)
+    planned = json.loads(run("topic", "retain", old, "--json").stdout)
     assert platform.reader.count(old) == 30
-    shown = run("topic", "retain")
+    shown = run("topic", "retain", "--execute")
     assert "1 segment" in shown.stdout
     assert "consumer 'mailer'" in shown.stdout
     assert platform.reader.count(old) == 21
     assert [(each["topic"], each["segments"], each["upto"]) for each in planned] == [("old", 1, 9)]
-    assert run("topic", "retain", old, "--force").exit_code == 0
+    assert run("topic", "retain", old, "--execute", "--force").exit_code == 0
     assert platform.reader.count(old) <= 12
     assert "all of its events are beyond the retention" not in shown.stderr
-    assert "a segment is dropped as a whole" in run("topic", "retain", old, "--force").stderr
+    assert "a segment is dropped as a whole" in run("topic", "retain", old, "--execute", "--force").stderr
 
 
 def test_doctor_names_the_consumer_that_keeps_events_beyond_their_retention(
@@ -172,7 +172,7 @@ def test_doctor_names_the_consumer_that_keeps_events_beyond_their_retention(
 
 
 def test_nothing_is_dropped_where_no_topic_has_a_retention(run: Run, topic: str) -> None:
-    result = run("topic", "retain", topic)
+    result = run("topic", "retain", topic, "--execute")
     assert (result.exit_code, result.stdout) == (0, "")
     assert "eventsql topic alter" in result.stderr
 
@@ -360,7 +360,7 @@ def test_a_command_that_a_message_advises_takes_any_name(run: Run, platform: Eve
 
 def test_a_consumer_is_deleted(run: Run, platform: EventSQL, topic: str) -> None:
     platform.registry.register_consumer(Consumer(topic, "mailer"))
-    assert run("consumer", "delete", topic, "mailer").exit_code == 0
+    assert run("consumer", "delete", topic, "mailer", "--execute").exit_code == 0
     assert platform.registry.consumers() == []
 
 

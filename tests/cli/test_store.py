@@ -136,7 +136,8 @@ def test_doctor_tells_of_failing_and_given_up_changes(run: Run, platform: EventS
     assert (letter["aggregate_id"], letter["failure"]) == ("1", "ValueError: out of paper")
     assert "out of paper" in run("store", "dead-letters", "mailer").stdout
     assert "eventsql store dismiss mailer" in found[1]["remedy"]
-    assert "1 dead letter of subscription 'mailer' dismissed" in run("store", "dismiss", "mailer", "--id", 1).stderr
+    dismissed = run("store", "dismiss", "mailer", "--id", 1, "--execute")
+    assert "1 dead letter of subscription 'mailer' dismissed" in dismissed.stderr
     for each in ("replay", "dead-letters", "dismiss"):
         unknown = run("store", each, "unknown")
         assert (unknown.exit_code, unknown.stdout) == (1, "")
@@ -175,7 +176,7 @@ def test_doctor_tells_of_a_restored_store_and_of_an_overdue_retention(run: Run, 
     assert "1 partition of view parcels" in found["views"]["message"]
 
     assert run("store", "adopt").exit_code == 0
-    assert run("view", "retain").exit_code == 0
+    assert run("view", "retain", "--execute").exit_code == 0
     assert {"store", "views"}.isdisjoint(
         each["check"] for each in json.loads(run("doctor", "--json").stdout)["findings"]
     )
@@ -183,7 +184,7 @@ def test_doctor_tells_of_a_restored_store_and_of_an_overdue_retention(run: Run, 
 
 def test_a_closed_aggregate_is_archived_and_moved_back(run: Run, platform: EventSQL) -> None:
     assert run("store", "archive", "order", "1").exit_code == 2
-    assert run("store", "close", "order", "1").exit_code == 0
+    assert run("store", "close", "order", "1", "--execute").exit_code == 0
     assert "2 changes" in run("store", "archive", "order", "1").stderr
     assert [each["version"] for each in lines(run("store", "show", "order", "1"))] == [1, 2]
     (found,) = json.loads(run("store", "list", "order", "--json").stdout)
@@ -244,6 +245,6 @@ def test_doctor_shows_a_killed_rebuild_of_a_view_until_it_is_given_up(run: Run, 
     views._rebuilding(Steps(), 10)._begin(partial=False)  # a killed rebuild ends here
     (finding,) = found()
     assert (finding["status"], finding["remedy"]) == ("warning", "eventsql view give-up steps")
-    assert run("view", "give-up", "steps").exit_code == 0
+    assert run("view", "give-up", "steps", "--execute").exit_code == 0
     assert found() == []
     assert run("view", "give-up", "unknown").exit_code == 1

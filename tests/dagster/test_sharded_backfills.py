@@ -216,7 +216,7 @@ def test_the_command_plans_for_all_shards_or_for_the_named_one(
     backfills.register(everything(backfills), "may")
     (listed,) = json.loads(run("backfill", "list", "--json").stdout)
     assert (listed["id"], listed["windows"]) == ("may", 2)
-    assert run("backfill", "delete", "orders", "ledger", "may").exit_code == 0
+    assert run("backfill", "delete", "orders", "ledger", "may", "--execute").exit_code == 0
     assert backfills.registered() == []
 
 

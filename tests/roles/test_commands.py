@@ -99,7 +99,7 @@ COMMANDS: dict[str, list[tuple[str, ...]]] = {
     "admin": [
         ("migrate",),
         ("topic", "create", "other"),
-        ("topic", "retain"),
+        ("topic", "retain", "--execute"),
         ("roles", "list"),
     ],
 }
@@ -123,12 +123,12 @@ def test_a_reader_is_told_which_role_it_lacks(owner: EventSQL, login: Login, pre
     dsn = login("reader")
     for command in (
         ("topic", "create", "other"),
-        ("topic", "delete", "orders", "--force"),
-        ("consumer", "delete", "orders", "mailer"),
+        ("topic", "delete", "orders", "--execute", "--force"),
+        ("consumer", "delete", "orders", "mailer", "--execute"),
         ("seek", "orders", "mailer", "--to-latest", "--execute"),
-        ("dlt", "redrive", "orders"),
+        ("dlt", "redrive", "orders", "--execute"),
         ("roles", "create", "--prefix", prefix),
-        ("roles", "drop", "--all"),
+        ("roles", "drop", "--all", "--execute"),
         ("publish", "orders"),
         ("transfer", "--once"),
     ):
@@ -161,7 +161,10 @@ def test_creating_printing_and_dropping(dsn: str, direct_dsn: str, prefix: str) 
     assert _run(direct_dsn, "roles", "create", "--prefix", prefix).exit_code == 0
     assert _run(direct_dsn, "roles", "create", "--prefix", "another").exit_code == 2
     assert _run(direct_dsn, "roles", "drop").exit_code == 2
-    assert _run(direct_dsn, "roles", "drop", "--all").exit_code == 0
+    planned = _run(direct_dsn, "roles", "drop", "--all")
+    assert f"{prefix}_stager" in planned.stderr
+    assert f"{prefix}_stager" in _run(direct_dsn, "roles", "list").output
+    assert _run(direct_dsn, "roles", "drop", "--all", "--execute").exit_code == 0
     assert "no roles" in _run(direct_dsn, "roles", "list").output
 
 

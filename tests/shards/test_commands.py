@@ -352,7 +352,7 @@ def test_roles_are_listed_for_each_shard_and_dropped_although_the_shards_share_a
     run("roles", "create", "--prefix", prefix)
     listed = objects(run("roles", "list", "--json"))
     assert [each["shard"] for each in listed if each["kind"] == "reader"] == ["shard-1", "shard-2"]
-    run("roles", "drop", "--all")
+    run("roles", "drop", "--all", "--execute")
     assert "there are no roles" in run("roles", "list").stderr
     with psycopg.connect(dsns[0]) as connection:
         left = connection.execute("SELECT rolname FROM pg_roles WHERE starts_with(rolname, %s)", [prefix])
@@ -433,9 +433,9 @@ def test_retention_goes_on_with_the_other_shards_and_names_them(
     orders: Run, monkeypatch: pytest.MonkeyPatch, kind: type[EventSQLError]
 ) -> None:
     orders("topic", "alter", "orders", "--retention-events", 1)
-    planned = objects(orders("topic", "retain", "--json", "--dry-run"))
+    planned = objects(orders("topic", "retain", "--json"))
     assert [(each["shard"], each["topic"]) for each in planned] == [("shard-1", "orders"), ("shard-2", "orders")]
-    assert "shard-2" in orders("topic", "retain", "--dry-run").stdout
+    assert "shard-2" in orders("topic", "retain").stdout
     run_once, reached = Retainer.run_once, list[str]()
 
     def fail_first(retainer: Retainer, *arguments: object, **named: object) -> object:
@@ -445,7 +445,7 @@ def test_retention_goes_on_with_the_other_shards_and_names_them(
         return run_once(retainer, *arguments, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Retainer, "run_once", fail_first)
-    assert "a transaction reads a segment" in orders("topic", "retain", code=1).stderr
+    assert "a transaction reads a segment" in orders("topic", "retain", "--execute", code=1).stderr
     assert len(set(reached)) == 2
 
 
@@ -465,9 +465,17 @@ def test_dead_letters_are_listed_with_their_shards_and_redriven_there(orders: Ru
     assert "each shard counts its dead letters" in orders("dlt", "show", "orders", 1, code=1).stderr
     dismissed = len([each for each in letters if each["shard"] == "shard-1"]) + 1
     limit = "--limit", dismissed
-    assert json.loads(orders("dlt", "dismiss", "orders", *limit, "--json").stdout) == {"dismissed": dismissed}
-    assert json.loads(orders("dlt", "redrive", "orders", "--json").stdout) == {"redriven": len(KEYS) - dismissed}
-    assert json.loads(orders("dlt", "redrive", "orders", *limit, "--again", "--json").stdout) == {"redriven": dismissed}
+    assert (
+        json.loads(orders("dlt", "dismiss", "orders", *limit, "--execute", "--json").stdout)["dismissed"] == dismissed
+    )
+    assert (
+        json.loads(orders("dlt", "redrive", "orders", "--execute", "--json").stdout)["redriven"]
+        == len(KEYS) - dismissed
+    )
+    assert (
+        json.loads(orders("dlt", "redrive", "orders", *limit, "--again", "--execute", "--json").stdout)["redriven"]
+        == dismissed
+    )
     assert sorted(str(each["key"]) for each in lines(orders("consume", "orders", "mailer"))) == sorted(KEYS)
 
 

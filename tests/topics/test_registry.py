@@ -232,7 +232,7 @@ def test_a_topic_that_is_used_is_kept_unless_forced(platform: EventSQL, what: st
     use(platform, what)
     with pytest.raises(RegistryError, match="mailer" if what == "consumer" else "it has events") as kept:
         platform.registry.unregister_topic("orders")
-    assert "eventsql topic delete orders --force" in kept.value.message
+    assert "eventsql topic delete orders --execute --force" in kept.value.message
     assert platform.registry.topics() == [Topic("orders")]
     platform.registry.unregister_topic("orders", force=True)
     assert platform.registry.topics() == []
