@@ -95,4 +95,4 @@ def prepare(shard: Shard) -> None:
     """Create on a shard the tables, the views and the queue of the ride service that are missing."""
     create(shard.database)
     Queue(shard, DISPATCH_QUEUE).definition()
-    Views(shard.database).declare(ORDER_TIMELINE, CHANGES_PER_MINUTE)
+    Views(shard).declare(ORDER_TIMELINE, CHANGES_PER_MINUTE)

@@ -27,7 +27,7 @@ def order_status_matches_log(platform: EventSQL) -> Comparison:
     with platform.database.transaction() as connection:
         rows = connection.execute("SELECT order_id, version, status, price_cents FROM rides.order_status")
         found = {order: (version, status, cents) for order, version, status, cents in rows}
-    views = Views(platform.database)
+    views = Views(platform)
     timeline = sum(len(views.timeline(ORDER_TIMELINE).read(order)) for order in expected)
     counted = sum(bucket.count for bucket in views.rollup(CHANGES_PER_MINUTE).read())
     return Comparison(

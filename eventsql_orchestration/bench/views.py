@@ -73,7 +73,7 @@ class ViewsBenchmark(BesideRawCopy):
         return self.tenants * self.resources * self.events + self.lines
 
     def measure(self, session: Session) -> list[Figure]:
-        views = Views(session.platform.database)
+        views = Views(session.platform)
         end = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
         chosen = random.Random(1)  # noqa: S311 - no secret
         with session.removing(partial(_drop, views), leftovers=True):

@@ -29,7 +29,7 @@ from eventsql_orchestration.capture.values import (
     known_as,
     trigger_name,
 )
-from eventsql_orchestration.database import Connection, Database, Queries, driver_connection
+from eventsql_orchestration.database import Connection, Database, Platform, Queries, database_of, driver_connection
 from eventsql_orchestration.database.role_statements import owned_tables
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one, query_all
 from eventsql_orchestration.database.sessions import wait_at_most
@@ -64,10 +64,13 @@ _TABLE_NAME: Final = re.compile(rf"{_PART}(?:\.{_PART})?")
 
 @checked
 class Captures:
-    """Creates, lists and drops the captures of tables of one database."""
+    """Creates, lists and drops the captures of tables of one database.
 
-    def __init__(self, database: Database) -> None:
-        self._database = database
+    `database` is a platform (`EventSQL`), one of its shards, or a `Database`.
+    """
+
+    def __init__(self, database: Database | Platform) -> None:
+        self._database = database = database_of(database)
         self._queries = Queries("capture", database.schema)
 
     def create(

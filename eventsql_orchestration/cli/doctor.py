@@ -290,7 +290,7 @@ def _erasures(shard: Shard) -> Iterator[Finding]:
 
 def _captures(shard: Shard) -> Iterator[Finding]:
     """Tables whose changes do not become events any more."""
-    for capture in Captures(shard.database).list():
+    for capture in Captures(shard).list():
         if capture.problem is not None:
             yield problem(
                 "captures",

@@ -25,7 +25,7 @@ from eventsql_orchestration.views.catalog import Views
 def store_findings(shard: Shard, stalled_after: float) -> Iterator[Finding]:
     """An event store of another server, and subscriptions that stand still."""
     try:
-        subscriptions = Store(shard.database).subscriptions()
+        subscriptions = Store(shard).subscriptions()
     except RestoredStoreError as error:
         yield problem("store", error.message, "eventsql store adopt")
         return
@@ -76,7 +76,7 @@ def projection_findings(shard: Shard) -> Iterator[Finding]:
 
 def view_findings(shard: Shard) -> Iterator[Finding]:
     """Views whose retention nobody applies, rebuilds that have not ended, and sequences of a logical replica."""
-    views = Views(shard.database)
+    views = Views(shard)
     overdue, rebuilds = views.overdue(), views.unfinished_rebuilds()
     tables = [view.table for view in views.definitions()]
     with shard.database.connection() as connection:

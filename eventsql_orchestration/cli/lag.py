@@ -231,7 +231,7 @@ def _show_subscriptions(shards: Sequence[Shard]) -> None:
     behind: list[tuple[Shard, object]] = []
     for shard in shards:
         try:
-            found = lazy.Store(shard.database).subscriptions()
+            found = lazy.Store(shard).subscriptions()
         except PermissionDeniedError:
             # Roles have no rights on the event store unless they were given some.
             continue

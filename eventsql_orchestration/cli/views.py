@@ -329,7 +329,7 @@ def _print(lines: Iterable[LogLine], *, as_json: bool) -> None:
 @contextmanager
 def _views(context: CliContext) -> Iterator[Views]:
     with context.platform() as platform:
-        yield lazy.Views(platform.database)
+        yield lazy.Views(platform)
 
 
 def _wanted(views: Views, name: str, kind: str) -> Any:

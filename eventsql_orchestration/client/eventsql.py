@@ -129,14 +129,14 @@ class EventSQL:
     @property
     def store(self) -> Store:
         """The event store of the only database. Raises `SingleShardError` if there are several."""
-        self._only("store", "Store(platform.shards[i].database)")
+        self._only("store", "Store(platform.shards[i])")
         assert self._store is not None, "there is one database"
         return self._store
 
     @property
     def captures(self) -> Captures:
         """The captures of tables of the only database. Raises `SingleShardError` if there are several."""
-        return Captures(self._only("captures", "Captures(platform.shards[i].database)").database)
+        return Captures(self._only("captures", "Captures(platform.shards[i])").database)
 
     def capture(
         self, table: str, topic: str,

@@ -26,7 +26,7 @@ import psycopg
 from psycopg import sql
 
 from eventsql_orchestration.boundary import checked
-from eventsql_orchestration.database import CallersConnection, Connection, Database
+from eventsql_orchestration.database import CallersConnection, Connection, Database, Platform, database_of
 from eventsql_orchestration.database.queries import identifier, statement
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
 from eventsql_orchestration.database.translation import describe
@@ -98,10 +98,14 @@ class SnapshotReader:
     """Reads one table in the order of snapshots. Keeps no connection and no state, so any thread may use it."""
 
     def __init__(
-        self, database: Database, table: str, columns: Sequence[str],
+        self, database: Database | Platform, table: str, columns: Sequence[str],
         *, transaction: str = "eql_transaction", position: str = "eql_id", schema: str | None = None,
     ) -> None:  # fmt: skip
-        """`transaction` and `position` name the columns that order `table`. `schema` defaults to the platform's."""
+        """`database` is a platform (`EventSQL`), one of its shards, or a `Database`.
+
+        `transaction` and `position` name the columns that order `table`. `schema` defaults to the platform's.
+        """
+        database = database_of(database)
         for name in (table, transaction, position, *columns):
             check_name("name of a table or column", name)
         if schema is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar, runtime_checkable
 
 import psycopg
 import sqlalchemy
@@ -410,3 +410,16 @@ class Database:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@runtime_checkable
+class Platform(Protocol):
+    """A platform (`EventSQL`) on one database, or a `Shard`."""
+
+    @property
+    def database(self) -> Database: ...
+
+
+def database_of(source: Database | Platform) -> Database:
+    """The database of a platform or shard, or the database itself. Raises `SingleShardError` for several databases."""
+    return source if isinstance(source, Database) else source.database

@@ -8,7 +8,7 @@ from typing import Any, Final
 import psycopg
 from psycopg import sql
 
-from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database import Connection, Database, Platform, Queries, database_of
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one, query_all
 from eventsql_orchestration.database.sessions import wait_at_most
 from eventsql_orchestration.errors import DatabaseBusyError, QueueInUseError
@@ -163,17 +163,20 @@ class QueueUpkeep:
         return [archived(row, self._table.shard) for row in rows]
 
 
-def list_queues(database: Database) -> list[QueueDefinition]:
-    """Every queue of a database, by name."""
+def list_queues(database: Database | Platform) -> list[QueueDefinition]:
+    """Every queue of a database, by name. `database` is a platform, one of its shards, or a `Database`."""
+    database = database_of(database)
     rows = query_all(database, Queries("queue", database.schema)("definition"), {"name": None}, prepare=False)
     return [QueueDefinition(*row[2:]) for row in rows]
 
 
-def drop_expired_archives(database: Database) -> list[str]:
+def drop_expired_archives(database: Database | Platform) -> list[str]:
     """Drop the parts of the archive whose messages have all expired. Gives the names of the dropped tables.
 
-    Raises `DatabaseBusyError` if a reader keeps a part for longer than 5 s; the next call continues.
+    `database` is a platform, one of its shards, or a `Database`. Raises `DatabaseBusyError` if a reader keeps a part
+    for longer than 5 s; the next call continues.
     """
+    database = database_of(database)
     queries = Queries("queue", database.schema)
     dropped: list[str] = []
     with database.connection() as connection:

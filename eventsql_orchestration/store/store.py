@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any, Final
 
 from eventsql_orchestration.boundary import checked
-from eventsql_orchestration.database import CallersConnection, Database, Queries
+from eventsql_orchestration.database import CallersConnection, Database, Platform, Queries, database_of
 from eventsql_orchestration.database.notifications import STORE, Listener
 from eventsql_orchestration.database.notifier import Notifier
 from eventsql_orchestration.database.rows import fetch_first, fetch_one, query_all
@@ -52,7 +52,7 @@ class AggregateInfo:
 
 @checked
 class Store:
-    """Changes and snapshots of all aggregates in one database.
+    """Changes and snapshots of all aggregates in one database: of a platform, one of its shards, or a `Database`.
 
     Type and id identify an aggregate. Its version is the number of its changes, 0 before the first. Appended changes
     are never altered. All changes have a global order, which `read_all` follows.
@@ -64,9 +64,9 @@ class Store:
     """
 
     def __init__(
-        self, database: Database, *, notifier: Notifier | None = None, listener: Listener | None = None
+        self, database: Database | Platform, *, notifier: Notifier | None = None, listener: Listener | None = None
     ) -> None:
-        self.database = database
+        self.database = database = database_of(database)
         self.listener = listener
         self._notifier = notifier
         self._queries = Queries("store", database.schema)

@@ -11,7 +11,7 @@ import psycopg
 from psycopg import sql
 
 from eventsql_orchestration.boundary import checked
-from eventsql_orchestration.database import Connection, Database, Queries, role_statements
+from eventsql_orchestration.database import Connection, Database, Platform, Queries, database_of, role_statements
 from eventsql_orchestration.database.migrations import SYSTEM_PATH
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
 from eventsql_orchestration.database.sessions import wait_at_most
@@ -53,12 +53,14 @@ class Retained:
 class Views:
     """The views of one database. A view is a table, partitioned by time, that handlers of events write to.
 
+    `database` is a platform (`EventSQL`), one of its shards, or a `Database`.
+
     `declare` each view once, for example where topics are registered; then `timeline`, `rollup` and `logs` give an
     object that writes and reads it. A view stays until `drop`.
     """
 
-    def __init__(self, database: Database) -> None:
-        self._database = database
+    def __init__(self, database: Database | Platform) -> None:
+        self._database = database = database_of(database)
         self._queries = Queries("views", database.schema)
 
     # Using a view

@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING
 import psycopg
 import pytest
 
-from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
+from eventsql_orchestration import Consumer, Database, EventSQL, Publication, Shard, SnapshotReader, Topic
+from eventsql_orchestration.capture import Captures
 from eventsql_orchestration.client.buffered import BufferedPublisher
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
-from eventsql_orchestration.errors import ClosedError, DatabaseUnavailableError
+from eventsql_orchestration.errors import ClosedError, DatabaseUnavailableError, SingleShardError
 from eventsql_orchestration.publishing import transfer
-from eventsql_orchestration.queue import AsyncQueue, Queue
-from eventsql_orchestration.store import Change
+from eventsql_orchestration.queue import AsyncQueue, Queue, drop_expired_archives, list_queues
+from eventsql_orchestration.store import Change, Store
+from eventsql_orchestration.views import Timeline, Views
 
 if TYPE_CHECKING:
     from tests.fixtures import Sessions, Until
@@ -34,6 +36,41 @@ def transferring() -> list[threading.Thread]:
 def test_nothing_connects_and_no_thread_runs_before_it_is_used() -> None:
     with EventSQL("postgresql://someone:s3cr3t@127.0.0.1:1/nowhere"):
         assert transferring() == []
+
+
+def made_of(source: EventSQL | Shard | Database) -> list[object]:
+    """What an object of each room finds in its database."""
+    return [
+        Queue(source, "jobs").definition(),
+        list_queues(source),
+        drop_expired_archives(source),
+        Store(source).types(),
+        Views(source).definitions(),
+        Captures(source).list(),
+        SnapshotReader(source, "note", ["text"], schema="public").read(),
+    ]
+
+
+def test_the_objects_of_every_room_are_made_of_a_platform_a_shard_or_a_database(dsn: str) -> None:
+    with EventSQL(dsn) as platform:
+        with platform.database.connection() as connection:
+            connection.execute(
+                "CREATE TABLE public.note (eql_id bigint GENERATED ALWAYS AS IDENTITY, text text, "
+                "eql_transaction xid8 NOT NULL DEFAULT pg_current_xact_id())"
+            )
+            connection.execute("INSERT INTO public.note (text) VALUES ('one')")
+        platform.store.append("order", "1", [Change("placed", {})], expected_version="any")
+        Views(platform).declare(Timeline("steps"))
+        of_platform = made_of(platform)
+        assert made_of(platform.shards[0]) == made_of(platform.database) == of_platform
+        assert len(of_platform[4]) == 1  # type: ignore[arg-type]
+
+
+def test_an_object_that_needs_one_database_is_not_made_of_several() -> None:
+    platform = EventSQL("postgresql://one/x", "postgresql://other/x")
+    for make in (Store, Views, Captures, list_queues, drop_expired_archives):
+        with pytest.raises(SingleShardError):
+            make(platform)
 
 
 def test_an_event_is_published_and_consumed_by_the_first_lines_of_the_manual(dsn: str, until: Until) -> None:

@@ -177,7 +177,7 @@ drop_old_segments = _shard_op(
 
 
 def _keep_views(_: dg.OpExecutionContext, shard: Shard) -> str:
-    views = Views(shard.database)
+    views = Views(shard)
     dropped = [(f"view {each.view} lost {each.dropped} partitions", each.busy) for each in views.retain()]
     in_order = [
         (f"logs {each.view} have {each.partitions} partitions sorted", each.busy)

@@ -75,7 +75,7 @@ def build_view_check(
         description=f"View {feed.view.name} is equal to a recomputation of the events of {feed.topic}.",
     )  # fmt: skip
     def check(eventsql: EventSQLResource) -> dg.AssetCheckResult:
-        views = Views(eventsql.platform.database)
+        views = Views(eventsql.platform)
         compared = views.compare(feed, fill=None if fill is None else fill(), partial=partial)
         metadata: dict[str, Any] = {
             "Missing": compared.missing, "Surplus": compared.surplus, "Examples": "\n".join(compared.examples),
