@@ -80,8 +80,8 @@ class Consumed:
         ):
             if wrong:
                 raise ViewConflictError(
-                    f"view {self.feed.view.name!r} was not rebuilt: consumer {self.feed.consumer!r} {what}; rebuild "
-                    "the view when the consumer has consumed its events in order"
+                    f"view {self.feed.view.name!r} was not recomputed: consumer {self.feed.consumer!r} {what}; try "
+                    "again when the consumer has consumed its events in order"
                 )
 
     def takes(self, event: Event) -> bool:
@@ -108,6 +108,6 @@ def check_history(connection: Connection, schema: str, feed: ViewFeed) -> None:
     floor = segments.floor(connection, schema, feed.topic)
     if floor > 1:
         raise ViewConflictError(
-            f"view {feed.view.name!r} is not rebuilt: retention has dropped the events of topic {feed.topic!r} before "
-            f"offset {floor}, so entries that follow from them would be lost; give partial=True if that is right"
+            f"view {feed.view.name!r} is not recomputed: retention has dropped the events of topic {feed.topic!r} "
+            f"before offset {floor}, so entries that follow from them would be lost; give partial=True if that is right"
         )

@@ -176,7 +176,7 @@ class Rebuilding:
         topic = Registry(self._database).topic(self._feed.topic)
         if topic.retention is not None and not partial:
             raise ViewConflictError(
-                f"view {self._name!r} is not rebuilt: topic {topic.name!r} has a retention, so entries that follow "
+                f"view {self._name!r} is not recomputed: topic {topic.name!r} has a retention, so entries that follow "
                 "from dropped events would be lost; give partial=True if that is right"
             )
         self._partial = partial
