@@ -147,6 +147,14 @@ def _failing(state: ConsumerState, topics: set[str]) -> Finding:
             f"{name} is blocked, {failed}",
             f"eventsql topic create {dead_letters}, or correct the handler and {resume}",
         )
+    due = state.retry_at or state.read_at
+    if state.read_at - due > IDLE and not state.paused and not state.leased:
+        since = age(round((state.read_at - due).total_seconds()))
+        return warning(
+            "consumers",
+            f"{name} has not tried again for {since}, {failed}",
+            "correct the handler, and start the process that runs it, or Dagster's daemon with its sensor",
+        )
     return warning(
         "consumers", f"{name} is retrying, {failed}", "correct the handler: it gets the event again by itself"
     )

@@ -243,6 +243,32 @@ def test_a_consumer_that_nobody_runs_is_named_after_ten_minutes(
     assert {each["status"] for each in diagnose(run)[1]["consumers"]} == {"ok"}
 
 
+@pytest.mark.usefixtures("java")
+@pytest.mark.parametrize(
+    ("state", "start"),
+    [
+        ("interval '11 minutes'", True),
+        ("interval '9 minutes'", False),
+        ("interval '11 minutes', eql_paused = true", False),
+        ("interval '11 minutes', eql_lease_owner = 'run', eql_lease_expires_at = now() + interval '1 hour'", False),
+    ],
+)
+def test_a_failed_event_that_nobody_tries_again_asks_for_the_process_after_ten_minutes(
+    run: Run, consumer: str, platform: EventSQL, state: str, start: bool
+) -> None:
+    def refuse(_events: object, _connection: object) -> None:
+        raise ValueError("no such rider")
+
+    publish(platform, b"1")
+    platform.consumers.consume_once(TOPIC, consumer, refuse)
+    with platform.database.connection() as connection:
+        change = f"UPDATE eventsql.consumer SET eql_max_attempts = 5, eql_retry_at = now() - {state}"
+        connection.execute(change.encode())
+    finding = diagnose(run)[1]["consumers"][0]
+    assert finding["message"].endswith("event 1 failed 1 of 5 times: ValueError: no such rider")
+    assert ("start the process that runs it" in finding["remedy"]) is start
+
+
 def test_idle_consumers_are_looked_for_only_if_events_wait(
     consumer: str, platform: EventSQL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
