@@ -245,7 +245,7 @@ def stats(context: CliContext, topics: TopicNames, as_json: AsJson) -> None:
         STATISTICS,
         as_json=as_json,
         json=lambda each: {**context.on_shard(each.shard), **without(each, "shard")},
-        spare=("partitions", "bytes/event", "events/s, 1d"),
+        spare=("partitions", "bytes/event", "events/s, 1d", "events/s, 1h"),
     )
 
 
