@@ -1,14 +1,23 @@
-"""Ctrl-C at a chosen moment of a call."""
+"""A signal at a chosen moment of a call."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
 from types import FrameType
+from typing import NoReturn
 
 
-def interrupted(after: int, call: Callable[[], object], *, module: str = "") -> bool:
-    """Call `call`, with Ctrl-C at the moment with this number. False if there are fewer moments.
+def _control_c() -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def interrupted(
+    after: int, call: Callable[[], object], *, module: str = "", handler: Callable[[], object] = _control_c
+) -> bool:
+    """Call `call`, with a signal at the moment with this number. False if there are fewer moments.
+
+    The signal is Ctrl-C, or another with a `handler` of its own.
 
     Python runs signal handlers where a function begins, and after a call. With `module`, only moments in modules whose
     file has this name count.
@@ -19,8 +28,8 @@ def interrupted(after: int, call: Callable[[], object], *, module: str = "") -> 
         nonlocal left
         if event in {"call", "return", "c_return"} and module in frame.f_code.co_filename:
             left -= 1
-            if left < 0:
-                raise KeyboardInterrupt
+            if left == -1:
+                handler()
 
     profile = sys.getprofile()
     sys.setprofile(interrupt)
@@ -35,4 +44,4 @@ def interrupted(after: int, call: Callable[[], object], *, module: str = "") -> 
         return True
     finally:
         sys.setprofile(profile)
-    return False
+    return left < 0

@@ -123,12 +123,14 @@ class Acknowledgement:
         return outcome
 
     def _wait(self, timeout: float | None) -> None:
+        waited = Wake()
         with self._own_lock():
+            # Without a call: a signal's handler would run after it, and might wait for a thread that needs the lock.
             if self._outcome is not None:
                 return
+            if self._waited is None:
+                self._waited = waited
             waited = self._waited
-            if waited is None:
-                waited = self._waited = Wake()
         try:
             if not waited.wait(timeout) and self._outcome is None:
                 raise TimeoutError(f"the event was not committed within {timeout} s, and may be committed later")

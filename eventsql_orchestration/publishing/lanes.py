@@ -78,7 +78,7 @@ class BatchPublisher(Protocol):
 class _Lane(Generic[Acknowledged]):
     """One lane's events, in order. The lock of all lanes guards it."""
 
-    def __init__(self, lock: threading.Lock) -> None:
+    def __init__(self, lock: threading.RLock) -> None:
         self.wake = threading.Condition(lock)
         """For the lane's thread alone. `notify` may wake nobody after Ctrl-C in the middle of an earlier one."""
         self.waiting: list[Entry[Acknowledged]] = []
@@ -123,7 +123,8 @@ class Lanes(Generic[Acknowledged]):
 
     def _after_fork(self) -> None:
         """See `forks`. The parent process publishes the events that wait."""
-        self._lock = threading.Lock()
+        # A signal's handler may close the publisher in the thread that it interrupts, in the middle of `put`.
+        self._lock = threading.RLock()
         self._settled = threading.Condition(self._lock)
         self._lanes: list[_Lane[Acknowledged]] = [_Lane(self._lock) for _ in range(self._limits.flushes)]
         self._threads: set[int] = set()
@@ -177,11 +178,9 @@ class Lanes(Generic[Acknowledged]):
             )
 
     def _add(self, event: QueuedEvent, acknowledged: Acknowledged) -> None:
-        if self._closed:
-            raise PublisherClosedError
         publication, size, number = event
         lane = self._lanes[number]
-        if lane.thread is None:
+        if lane.thread is None and not self._closed:
             lane.thread = start_thread("flush", self._run, lane)
 
         if not lane.waiting:
@@ -193,7 +192,9 @@ class Lanes(Generic[Acknowledged]):
         ):
             lane.wake.notify_all()
 
-        # Ctrl-C comes after a call. So all of this happens, or nothing, and the lane's thread is awake before.
+        # Signals are handled after a call. So all of this happens, or nothing, and the lane's thread is awake before.
+        if self._closed:
+            raise PublisherClosedError
         lane.waiting_bytes += size
         lane.given += 1
         self._pending_events += 1
@@ -237,6 +238,7 @@ class Lanes(Generic[Acknowledged]):
 
         left: list[Entry[Acknowledged]] = []
         unknown: list[Entry[Acknowledged]] = []
+        threads = [lane.thread for lane in self._lanes if lane.thread is not None]
         with self._lock:
             if not self._settled.wait_for(lambda: all(lane.settled == lane.given for lane in self._lanes), timeout):
                 self._given_up = True
@@ -245,11 +247,13 @@ class Lanes(Generic[Acknowledged]):
                     unknown += lane.under_way
                     self._forget(lane, len(lane.waiting), lane.waiting_bytes)
                     lane.waiting, lane.waiting_bytes, lane.under_way = [], 0, []
+            else:
+                # A thread that ends needs the lock, which this thread may have had before: waiting gives it away.
+                self._settled.wait_for(lambda: all(lane.thread is None for lane in self._lanes))
 
         if not self._given_up:
-            for lane in self._lanes:
-                if lane.thread is not None:
-                    lane.thread.join()
+            for thread in threads:
+                thread.join()
             return
         self._settle([entry[1] for entry in left], lambda: PublisherClosedError(_LEFT.format(timeout)))
         self._settle([entry[1] for entry in unknown], lambda: PublisherClosedError(_UNKNOWN.format(timeout)))
@@ -261,6 +265,9 @@ class Lanes(Generic[Acknowledged]):
         while True:
             with self._lock:
                 if not self._await_flush(lane):
+                    if lane.thread is threading.current_thread():
+                        lane.thread = None
+                        self._settled.notify_all()
                     break
                 entries, size = lane.waiting, lane.waiting_bytes
                 lane.under_way, lane.waiting, lane.waiting_bytes = entries.copy(), [], 0

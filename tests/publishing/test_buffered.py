@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from itertools import count
@@ -28,7 +29,7 @@ from eventsql_orchestration.errors import (
 )
 from eventsql_orchestration.publishing.buffer_limits import BufferLimits
 from eventsql_orchestration.publishing.lanes import Lanes
-from eventsql_orchestration.threads import Wake, start_thread
+from eventsql_orchestration.threads import Wake, in_thread, start_thread
 from eventsql_orchestration.topics.partitioner import partition_of_key
 from tests.forms import none_is, stored
 from tests.interrupting import interrupted
@@ -405,6 +406,49 @@ def test_an_interrupt_at_any_moment_of_a_wait_for_an_acknowledgement_keeps_no_ot
                 break
         assert publisher.publish(order(b"later", key="a")).exception(PATIENCE) is None
         assert event.done()
+    assert after > 5
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_signal_at_any_moment_of_a_publication_may_close_the_publisher(
+    platform: EventSQL, opened: Open, before: int
+) -> None:
+    """The signal's handler runs in the thread that publishes, which may have the lock of the lanes."""
+
+    def publish(publisher: BufferedPublisher) -> None:
+        with suppress(PublisherClosedError):
+            given.append(publisher.publish(order(b"interrupted", key="a")))
+
+    def close(publisher: BufferedPublisher) -> None:
+        publisher.close(PATIENCE)
+        closed.append(publisher)
+
+    closed: list[BufferedPublisher] = []
+    given: list[Acknowledgement] = []
+    for after in count():
+        publisher = opened(flushes=1, max_age=0.001)
+        for _ in range(before):
+            publisher.publish(order(b"before", key="a"))
+        call = partial(interrupted, after, partial(publish, publisher), handler=partial(close, publisher))
+        if not in_thread("publishing", call).result(PATIENCE):
+            break
+        assert closed[-1] is publisher
+    assert after > 10
+    assert [each.exception(PATIENCE) for each in given] == [None] * len(given)
+    assert published(platform).count(b"interrupted") == len(given)
+
+
+def test_a_signal_at_any_moment_of_a_wait_for_an_acknowledgement_may_close_the_publisher(opened: Open) -> None:
+    for after in count():
+        publisher = opened(flushes=1, max_age=NEVER)
+        event = publisher.publish(order(b"one", key="a"))
+        call = partial(interrupted, after, partial(event.exception, 0.001), handler=partial(publisher.close, PATIENCE))
+        try:
+            assert in_thread("waiting", call).result(PATIENCE)
+        except TimeoutError:
+            if not publisher.closed:
+                break
+        assert event.exception(PATIENCE) is None
     assert after > 5
 
 
