@@ -67,16 +67,16 @@ def dev(
             raise click.UsageError("--dags is for Airflow, -f and -m are for Dagster: give one of them")
         if importlib.util.find_spec("airflow") is None:
             raise MissingExtraError("airflow", "Airflow")
-        from eventsql_orchestration.cli.airflow_development import AirflowDevelopment  # noqa: PLC0415 - loads Airflow's parts
+        from eventsql_orchestration.cli.airflow_development import develop as develop_dags  # noqa: PLC0415 - loads Airflow's parts
 
-        AirflowDevelopment(
-            context=context, dags=dags, port=port or AIRFLOW_PORT, timeout=timeout, orders=orders, cold_spark=cold_spark
-        ).run(once=once)
+        develop_dags(
+            context, dags, once=once, port=port or AIRFLOW_PORT, timeout=timeout, orders=orders, cold_spark=cold_spark
+        )
         return
 
-    from eventsql_orchestration.cli.development import Development  # noqa: PLC0415 - loads Dagster
+    from eventsql_orchestration.cli.development import develop  # noqa: PLC0415 - loads Dagster
 
-    Development(
-        context=context, location=location_of(file, module), port=port or DAGSTER_PORT, timeout=timeout, orders=orders,
+    develop(
+        context, location_of(file, module), once=once, port=port or DAGSTER_PORT, timeout=timeout, orders=orders,
         cold_spark=cold_spark,
-    ).run(once=once)  # fmt: skip
+    )  # fmt: skip

@@ -5,32 +5,29 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Final, NoReturn
+from functools import cached_property
+from typing import Any, Final
 
 import click
 import dagster as dg
 import sqlalchemy
-from rich.progress import Progress
 
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import say
 from eventsql_orchestration.cli.rounds import (
-    Simulations,
-    consume_all,
+    RunningSystem,
     find_java,
     interrupt,
     report,
-    serve,
     spark_environment,
     spark_for_runs,
     steps_shown,
     transferring,
 )
-from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.dagster.local.code_location import CodeLocation
 from eventsql_orchestration.dagster.local.dagster_process import STOP_SECONDS, UNDER_WAY, LocalDagster
 from eventsql_orchestration.dagster.local.instance import instance_directory, write_instance
@@ -55,79 +52,74 @@ _SIMULATED: Final = "topic__ride_orders"
 """The op of the reference location's simulation that takes the config `orders`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Development:
-    """A code location under `eventsql dev`. `location` has the fields of a `CodeLocation`."""
+def develop(
+    context: CliContext, fields: Mapping[str, Any],
+    *, once: bool, port: int, timeout: float, orders: int | None, cold_spark: bool,
+) -> None:  # fmt: skip
+    """Run a code location until Ctrl-C, or with `once` until a round is done. `fields` are those of a `CodeLocation`.
 
-    context: CliContext
-    location: Mapping[str, Any]
-    port: int
-    timeout: float
-    orders: int | None
-    cold_spark: bool
-
-    def run(self, *, once: bool) -> None:
-        """Run until Ctrl-C, or with `once` until a round is done.
-
-        Raises `LocalDagsterError` for a location that cannot be loaded, `RoundError` for a round with faults.
-        """
-        location = CodeLocation(**self.location)
-        location.check()
-        home = self.context.settings.home
-        directory = instance_directory(home)
-        # Take the lock first: a second `dev` must not stop the server of the first one.
-        with (
-            handling(interrupt, signal.SIGTERM, signal.SIGHUP),
-            only_one(directory),
-            self.context.whole_system() as platform,
-            temporary_directory(directory) as temporary,
-        ):
-            warm = find_java(home) and not self.cold_spark
-            environment = {**spark_environment(platform), "TMPDIR": str(temporary)}
-            with spark_for_runs(directory, environment, warm=warm) as (spark, keep_spark):
-                dagster = LocalDagster(
-                    location, instance_home=write_instance(home, platform.database.dsn), port=self.port,
-                    environment={**environment, **spark}, on_stop=say,
+    Raises `LocalDagsterError` for a location that cannot be loaded, `RoundError` for a round with faults.
+    """
+    location = CodeLocation(**fields)
+    location.check()
+    home = context.settings.home
+    directory = instance_directory(home)
+    # Take the lock first: a second `dev` must not stop the server of the first one.
+    with (
+        handling(interrupt, signal.SIGTERM, signal.SIGHUP),
+        only_one(directory),
+        context.whole_system() as platform,
+        temporary_directory(directory) as temporary,
+    ):
+        warm = find_java(home) and not cold_spark
+        environment = {**spark_environment(platform), "TMPDIR": str(temporary)}
+        with spark_for_runs(directory, environment, warm=warm) as (spark, keep_spark):
+            dagster = LocalDagster(
+                location, instance_home=write_instance(home, platform.database.dsn), port=port,
+                environment={**environment, **spark}, on_stop=say,
+            )  # fmt: skip
+            # Do this before the daemon starts: its sensors launch runs for events that already wait.
+            started, before = datetime.now(UTC), Counts.take(platform)
+            with steps_shown() as progress, dagster, dagster.instance() as instance:
+                starting = progress.add_task("Dagster starts")
+                dagster.start(
+                    timeout=timeout,
+                    on_wait=lambda what: progress.update(starting, description=f"Dagster starts: {what}"),
+                )
+                progress.update(starting, description=f"Dagster runs at {dagster.url}", completed=1, total=1)
+                running = Running(
+                    context=context, platform=platform, progress=progress, log=dagster.log,
+                    ui=f"The Dagster UI is at {dagster.url}", check=dagster.require_running, keep_spark=keep_spark,
+                    dagster=dagster, instance=instance, config=_simulation_config(dagster, orders),
                 )  # fmt: skip
-                # Do this before the daemon starts: its sensors launch runs for events that already wait.
-                started, before = datetime.now(UTC), Counts.take(platform)
-                with steps_shown() as progress, dagster, dagster.instance() as instance:
-                    starting = progress.add_task("Dagster starts")
-                    dagster.start(
-                        timeout=self.timeout,
-                        on_wait=lambda what: progress.update(starting, description=f"Dagster starts: {what}"),
-                    )
-                    progress.update(starting, description=f"Dagster runs at {dagster.url}", completed=1, total=1)
-                    config = self._config(dagster)
-                    running = Running(self.context, platform, dagster, instance, progress, keep_spark, config)
-                    with running.transferring():
-                        running.set_up(self.timeout)
-                        if not once:
-                            running.serve()
-                        faults = running.round(self.timeout)
-                        runs = instance.get_runs(dg.RunsFilter(created_after=started))
-                        counts, alone = run_counts(instance, runs), bool(running.simulations)
-                        topics = account(before, Counts.take(platform), counts, alone=alone)
-        report([run.job_name for run in runs if run.status is dg.DagsterRunStatus.FAILURE], topics, faults)
-
-    def _config(self, dagster: LocalDagster) -> Mapping[str, object]:
-        """The config of the job that simulates: only the reference location's takes the number of orders."""
-        simulations = dagster.jobs_with(DEV_TAG, DEV_SIMULATION)
-        if self.orders is not None and not simulations:
-            raise click.UsageError(f"--orders is for a location with a simulation, and {dagster.location} has none")
-        return {} if self.orders is None else {"ops": {_SIMULATED: {"config": {"orders": self.orders}}}}
+                with running.transferring():
+                    running.set_up(timeout)
+                    if not once:
+                        running.serve()
+                    faults = running.round(timeout)
+                    runs = instance.get_runs(dg.RunsFilter(created_after=started))
+                    counts, alone = run_counts(instance, runs), bool(running.simulations)
+                    topics = account(before, Counts.take(platform), counts, alone=alone)
+    report([run.job_name for run in runs if run.status is dg.DagsterRunStatus.FAILURE], topics, faults)
 
 
-@dataclass(slots=True)
-class Running:
-    """The running system. `keep_spark` starts Spark again if it has died; `config` is the simulations' run config."""
+def _simulation_config(dagster: LocalDagster, orders: int | None) -> Mapping[str, object]:
+    """The config of the job that simulates: only the reference location's takes the number of orders."""
+    if orders is None:
+        return {}
+    if not dagster.jobs_with(DEV_TAG, DEV_SIMULATION):
+        raise click.UsageError(f"--orders is for a location with a simulation, and {dagster.location} has none")
+    return {"ops": {_SIMULATED: {"config": {"orders": orders}}}}
 
-    context: CliContext
-    platform: EventSQL
+
+@dataclass(kw_only=True)
+class Running(RunningSystem[str]):
+    """The running system with Dagster. `config` is the simulations' run config."""
+
+    passing = (DatabaseUnavailableError, LocalDagsterError, sqlalchemy.exc.DBAPIError)
+
     dagster: LocalDagster
     instance: dg.DagsterInstance
-    progress: Progress
-    keep_spark: Callable[[], None] = lambda: None
     config: Mapping[str, object] = field(default_factory=dict)
 
     @property
@@ -162,61 +154,50 @@ class Running:
                 "`build_register_job` make one, or use `eventsql topic create` and `eventsql consumer create`"
             )
         for job in jobs:
-            self.run(job, timeout=timeout)
+            self._run(job, timeout=timeout)
 
-    def run(self, job: str, *, timeout: float, config: Mapping[str, object] | None = None) -> dg.DagsterRun:
+    def _run(self, job: str, *, timeout: float, config: Mapping[str, object] | None = None) -> dg.DagsterRun:
         task = self.progress.add_task(f"Job {job}", total=1)
         run = self.dagster.wait(self.instance, self.dagster.launch(job, run_config=config), timeout=timeout)
         self.progress.update(task, completed=1)
         return run
 
-    def round(self, timeout: float) -> list[str]:
-        """Simulate, wait until all events are consumed, and verify. Gives the faults that the checks found."""
-        deadline = time.monotonic() + timeout
-        for job in (simulations := self.simulations):
-            self.run(job, config=self.config, timeout=timeout)
-        queues = self.dagster.values_of(QUEUE_TAG)
-        consume_all(
-            self.platform, self.progress, deadline, busy=lambda: self._consuming(queues), check=self._check,
-            log=self.dagster.log,
-        )  # fmt: skip
-        left_seconds = max(1.0, deadline - time.monotonic())
-        checking = self.dagster.jobs_with(DEV_TAG, DEV_VERIFICATION) if simulations else []
-        return [
-            fault
-            for job in checking
-            for fault in _failed_checks(self.instance, self.run(job, timeout=left_seconds))
-        ]  # fmt: skip
+    def simulate(self, deadline: float) -> bool:
+        simulations = self.simulations
+        for job in simulations:
+            self._run(job, config=self.config, timeout=_left(deadline))
+        return bool(simulations)
 
-    def _check(self) -> None:
-        self.dagster.require_running()
-        self.keep_spark()
+    def start_simulations(self) -> list[str]:
+        return [self.dagster.launch(job, run_config=self.config) for job in self.simulations]
 
-    def _consuming(self, queues: Collection[str]) -> bool:
-        """Whether a run is under way that may publish or consume: any run except the transfer's. Or whether messages
-        of these queues wait for a worker.
-        """
+    def has_ended(self, run_id: str) -> bool:
+        run = self.instance.get_run_by_id(run_id)
+        return run is None or run.status in FINISHED
+
+    def is_busy(self) -> bool:
         if any(TRANSFER_TAG not in run.tags for run in self.instance.get_runs(UNDER_WAY)):
             return True
-        lags = (lag for shard in self.platform.shards for lag in queue_lags(shard.database) if queues)
+        if not (queues := self._queues):
+            return False
+        lags = (lag for shard in self.platform.shards for lag in queue_lags(shard.database))
         # Delayed messages may be due long after the round.
         return any(lag.queue in queues and lag.depth > lag.delayed for lag in lags)
 
-    def serve(self) -> NoReturn:
-        """Show lag, and simulate a round every minute if the location can, until the user ends it."""
-        jobs = self.simulations
-        simulations = Simulations(
-            lambda: [self.dagster.launch(job, run_config=self.config) for job in jobs], self.ended
-        )
-        serve(
-            self.context, self.platform, self.progress, simulations, ui=f"The Dagster UI is at {self.dagster.url}",
-            check=self.dagster.require_running, keep_spark=self.keep_spark,
-            passing=(DatabaseUnavailableError, LocalDagsterError, sqlalchemy.exc.DBAPIError),
-        )  # fmt: skip
+    @cached_property
+    def _queues(self) -> set[str]:
+        return self.dagster.values_of(QUEUE_TAG)
 
-    def ended(self, run_id: str) -> bool:
-        run = self.instance.get_run_by_id(run_id)
-        return run is None or run.status in FINISHED
+    def verify(self, deadline: float) -> list[str]:
+        return [
+            fault
+            for job in self.dagster.jobs_with(DEV_TAG, DEV_VERIFICATION)
+            for fault in _failed_checks(self.instance, self._run(job, timeout=_left(deadline)))
+        ]
+
+
+def _left(deadline: float) -> float:
+    return max(1.0, deadline - time.monotonic())
 
 
 def _failed_checks(instance: dg.DagsterInstance, run: dg.DagsterRun) -> list[str]:

@@ -9,10 +9,12 @@ import subprocess
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Generic, NoReturn, TypeVar
+from typing import Any, ClassVar, Final, Generic, NoReturn, TypeVar
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskID, TimeElapsedColumn
@@ -192,47 +194,6 @@ def transferring(platform: EventSQL, *, stop_seconds: float) -> Iterator[None]:
         thread.join(stop_seconds)
 
 
-def consume_all(
-    platform: EventSQL,
-    progress: Progress,
-    deadline: float,
-    *,
-    busy: Callable[[], bool],
-    check: Callable[[], None],
-    log: Path,
-) -> None:
-    """Wait until every consumer has consumed everything and no run is under way (`busy`).
-
-    `check` raises if the orchestrator has ended. Raises `RoundError` after `deadline`, by the monotonic clock; it names
-    `log`.
-    """
-    task = progress.add_task("Consuming", total=None)
-    settled: Counts | None = None
-    seen, due = "", 0.0
-    while True:
-        counts, behind = Counts.take(platform), _behind(platform)
-        left = sum(lag.events for lag in behind) + sum(counts.buffered.values())
-        progress.update(task, description=f"Consuming: {left} events to go")
-        # Ask for two equal counts: one count is not a snapshot, because events move between topics while they are
-        # counted.
-        if not left and counts == settled and not busy():
-            break
-        settled = counts if not left else None
-        check()
-        now, waits_for = time.monotonic(), _named(behind)
-        if waits_for != seen:
-            seen, due = waits_for, now + STANDSTILL_SECONDS
-        elif behind and now >= due:
-            due = deadline
-            pause = advised("consumer pause", behind[0].topic, behind[0].consumer)
-            say(f"no progress: {waits_for}; if no program consumes that, `{pause}` lets the round end")
-        if now > deadline:
-            left_else = "runs are under way, or messages or buffered events are left"
-            raise RoundError(f"the round is not done in time: {waits_for or left_else}; see {log}")
-        time.sleep(0.5)
-    progress.update(task, description="Consumed", completed=1, total=1)
-
-
 class Simulations(Generic[Run]):
     """Starts the simulations of a system again and again, `pause` seconds after the last time at the earliest."""
 
@@ -252,40 +213,107 @@ class Simulations(Generic[Run]):
             self._due = time.monotonic() + self._pause
 
 
-def serve(
-    context: CliContext,
-    platform: EventSQL,
-    progress: Progress,
-    simulations: Simulations[Any],
-    *,
-    ui: str,
-    check: Callable[[], None],
-    keep_spark: Callable[[], None],
-    passing: tuple[type[Exception], ...],
-) -> NoReturn:
-    """Print the sentence `ui`, show lag, and go on with the simulations, until the user ends it.
+@dataclass(kw_only=True)
+class RunningSystem(ABC, Generic[Run]):
+    """The running system with an orchestrator. `ui` says where its UI is, and `log` is the place of its logs.
 
-    `check` raises if the orchestrator has ended. A `passing` error is shown once, and the next second tries again.
+    `check` raises if the orchestrator has ended. `keep_spark` starts Spark again if it has died.
     """
-    progress.stop()
-    console = progress.console
-    console.print(f"{ui} - Ctrl-C ends everything", highlight=False, soft_wrap=True)
-    down = False
-    with live_lag(console) as live:
+
+    passing: ClassVar[tuple[type[Exception], ...]]
+    """Errors after which `serve` tries again."""
+
+    context: CliContext
+    platform: EventSQL
+    progress: Progress
+    ui: str
+    log: Path
+    check: Callable[[], None]
+    keep_spark: Callable[[], None] = lambda: None
+
+    @abstractmethod
+    def start_simulations(self) -> Sequence[Run]:
+        """Start what publishes events to look at."""
+
+    @abstractmethod
+    def has_ended(self, run: Run) -> bool: ...
+
+    @abstractmethod
+    def is_busy(self) -> bool:
+        """Whether a run is under way that may publish or consume, or messages wait for one."""
+
+    @abstractmethod
+    def simulate(self, deadline: float) -> bool:
+        """Run the simulations to their end. False if there are none."""
+
+    @abstractmethod
+    def verify(self, deadline: float) -> list[str]:
+        """Run the checks; gives the faults that they found."""
+
+    def round(self, timeout: float) -> list[str]:
+        """Simulate, wait until all events are consumed, and verify. Gives the faults that the checks found."""
+        deadline = time.monotonic() + timeout
+        simulated = self.simulate(deadline)
+        self.consume_all(deadline)
+        return self.verify(deadline) if simulated else []
+
+    def consume_all(self, deadline: float) -> None:
+        """Wait until every consumer has consumed everything and no run is under way.
+
+        Raises `RoundError` after `deadline`, by the monotonic clock.
+        """
+        task = self.progress.add_task("Consuming", total=None)
+        settled: Counts | None = None
+        seen, due = "", 0.0
         while True:
-            check()
-            try:
-                context.keep_embedded()
-                keep_spark()
-                live.update(lag_table(without_backfills(platform.lag())))
-                simulations.next()
-                down = False
-            except passing as error:
-                if not down:
-                    first_line, *_ = str(error).strip().split("\n")
-                    complain(f"no answer, trying again: {first_line}")
-                down = True
-            time.sleep(1.0)
+            counts, behind = Counts.take(self.platform), _behind(self.platform)
+            left = sum(lag.events for lag in behind) + sum(counts.buffered.values())
+            self.progress.update(task, description=f"Consuming: {left} events to go")
+            # Ask for two equal counts: one count is not a snapshot, because events move between topics while they are
+            # counted.
+            if not left and counts == settled and not self.is_busy():
+                break
+            settled = counts if not left else None
+            self.check()
+            self.keep_spark()
+            now, waits_for = time.monotonic(), _named(behind)
+            if waits_for != seen:
+                seen, due = waits_for, now + STANDSTILL_SECONDS
+            elif behind and now >= due:
+                due = deadline
+                pause = advised("consumer pause", behind[0].topic, behind[0].consumer)
+                say(f"no progress: {waits_for}; if no program consumes that, `{pause}` lets the round end")
+            if now > deadline:
+                left_else = "runs are under way, or messages or buffered events are left"
+                raise RoundError(f"the round is not done in time: {waits_for or left_else}; see {self.log}")
+            time.sleep(0.5)
+        self.progress.update(task, description="Consumed", completed=1, total=1)
+
+    def serve(self) -> NoReturn:
+        """Show lag, and simulate a round every minute if there is a simulation, until the user ends it.
+
+        A `passing` error is shown once, and the next second tries again.
+        """
+        self.progress.stop()
+        console = self.progress.console
+        console.print(f"{self.ui} - Ctrl-C ends everything", highlight=False, soft_wrap=True)
+        simulations = Simulations(self.start_simulations, self.has_ended)
+        down = False
+        with live_lag(console) as live:
+            while True:
+                self.check()
+                try:
+                    self.context.keep_embedded()
+                    self.keep_spark()
+                    live.update(lag_table(without_backfills(self.platform.lag())))
+                    simulations.next()
+                    down = False
+                except self.passing as error:
+                    if not down:
+                        first_line, *_ = str(error).strip().split("\n")
+                        complain(f"no answer, trying again: {first_line}")
+                    down = True
+                time.sleep(1.0)
 
 
 def _behind(platform: EventSQL) -> list[ConsumerLag]:

@@ -238,7 +238,6 @@ class Lacking:
     """A location without any job for `eventsql dev`."""
 
     location = "mine.py"
-    log = Path("dagster.log")
 
     def __init__(self, instance: dg.DagsterInstance) -> None:
         self.instance = instance
@@ -252,14 +251,20 @@ class Lacking:
         return set()
 
 
+def running_with(lacking: Lacking, platform: EventSQL) -> development.Running:
+    return development.Running(
+        context=CliContext(dsn=platform.database.dsn), platform=platform, progress=Progress(disable=True), ui="",
+        log=Path("dagster.log"), check=lacking.require_running, dagster=cast("LocalDagster", lacking),
+        instance=lacking.instance,
+    )  # fmt: skip
+
+
 def test_the_command_does_what_a_location_lacks_or_says_how_to_do_it(
     platform: EventSQL, capsys: pytest.CaptureFixture[str]
 ) -> None:
     platform.registry.register_topic(Topic("rides"))
     with dg.DagsterInstance.ephemeral() as instance:
-        dagster = cast("LocalDagster", Lacking(instance))
-        context = CliContext(dsn=platform.database.dsn)
-        running = development.Running(context, platform, dagster, instance, Progress(disable=True))
+        running = running_with(Lacking(instance), platform)
         with running.transferring():
             running.set_up(60.0)
             with platform.database.transaction() as connection:
@@ -287,17 +292,13 @@ def test_a_round_does_not_wait_for_a_paused_consumer_and_names_any_other(
     platform.registry.register_topic(Topic("rides"))
     platform.publisher.publish(Publication("rides", b"1"))
     with dg.DagsterInstance.ephemeral() as instance:
-        dagster = Lacking(instance)
-        context = CliContext(dsn=platform.database.dsn)
-        running = development.Running(
-            context, platform, cast("LocalDagster", dagster), instance, Progress(disable=True)
-        )
+        running = running_with(Lacking(instance), platform)
         with pytest.raises(RoundError, match="buffered events are left"):
             running.round(0.0)
         platform.registry.register_consumer(Consumer("rides", "ledger"))
         platform.transfer.run_once()
         with pytest.raises(RoundError, match=r"rides/ledger has 1 event left \(waiting\)"):
             running.round(0.0)
-        monkeypatch.setattr(dagster, "require_running", pause_at_the_second_look)
+        monkeypatch.setattr(running, "check", pause_at_the_second_look)
         assert running.round(60.0) == []
     assert "`eventsql consumer pause rides ledger`" in capsys.readouterr().err
