@@ -58,7 +58,7 @@ class LowWater:
             # List the writers after reading `newest`: a transaction that drew an id up to it and is not listed has
             # ended.
             relation = f'"{self._schema}".event_buffer'
-            writers = connection.execute(self._queries("buffer_writers"), {"relation": relation})
+            writers = connection.execute(self._queries("writers"), {"relation": relation})
             self._observe(newest, frozenset(str(writer) for (writer,) in writers))
         return newest, topics
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Connection
-from eventsql_orchestration.database.rows import fetch_all, fetch_one
+from eventsql_orchestration.database.rows import fetch_one
 from eventsql_orchestration.database.single_statement import fetch_raw
 from eventsql_orchestration.errors import ViewConflictError
 from eventsql_orchestration.views.log_values import LogLine
@@ -45,7 +45,7 @@ class LogFollower:
         self._given: set[int] = set()
         with table.reading() as connection:
             newest, self._relation = self._newest(connection)
-            self._settled = max(0, newest - LOOKBACK) if self._writers(connection) else newest
+            self._settled = max(0, newest - LOOKBACK) if table.writers(connection) else newest
         self.poll()
 
     def poll(self) -> list[LogLine]:
@@ -60,7 +60,7 @@ class LogFollower:
             newest, relation = self._newest(connection)
             if relation != self._relation:
                 raise ViewConflictError("the logs were rebuilt, and their lines have other ids: make another follower")
-            writers = self._writers(connection)
+            writers = self._table.writers(connection)
             # If a rebuild ends at this moment, this finds nothing, and the next call raises.
             values = {**self._values, "after_id": self._settled, "relation": self._relation}
             found = fetch_raw(connection, self._query, values)
@@ -88,8 +88,3 @@ class LogFollower:
         values = {"relation": self._table.name.as_string(connection)}
         newest, relation = fetch_one(connection, self._table.query("newest_line"), values, prepare=False)
         return newest, relation
-
-    def _writers(self, connection: Connection) -> set[str]:
-        relation = self._table.name.as_string(connection)
-        rows = fetch_all(connection, self._table.query("log_writers"), {"relation": relation}, prepare=False)
-        return {writer for (writer,) in rows}

@@ -12,7 +12,7 @@ from psycopg import sql
 from psycopg.pq import TransactionStatus
 
 from eventsql_orchestration.database import CallersConnection, Connection, Database, Queries
-from eventsql_orchestration.database.rows import fetch_one
+from eventsql_orchestration.database.rows import fetch_all, fetch_one
 from eventsql_orchestration.database.single_statement import RawRow, SingleStatement
 from eventsql_orchestration.errors import EventSQLError, ValidationError, ViewConflictError, ViewNotFoundError
 from eventsql_orchestration.qualification import qualified
@@ -33,6 +33,7 @@ class ViewTable:
         self._database = database
         self._definition = definition
         self._queries = Queries("views", database.schema)
+        self._log_queries = Queries("log", database.schema)
 
     @property
     def name(self) -> sql.Identifier:
@@ -97,6 +98,11 @@ class ViewTable:
         """The rows of a statement that reads. See `SingleStatement.fetch_values`."""
         with self._errors():
             return self._database.fetch_values(statement, values)
+
+    def writers(self, connection: Connection) -> set[str]:
+        """The open transactions that may have written to the table."""
+        relation = {"relation": self.name.as_string(connection)}
+        return {writer for (writer,) in fetch_all(connection, self._log_queries("writers"), relation, prepare=False)}
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:

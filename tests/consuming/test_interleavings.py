@@ -341,7 +341,7 @@ def test_these_tests_fail_for_a_writer_that_does_not_hold_the_topic(log: Log, sa
 def test_these_tests_fail_for_a_mark_that_passes_an_open_transaction(
     log: Log, says: Callable[[str, str], None]
 ) -> None:
-    says("buffer_writers", "SELECT '' FROM (SELECT %(relation)s::text) asked WHERE false")
+    says("writers", "SELECT '' FROM (SELECT %(relation)s::text) asked WHERE false")
     log.outbox("a")
     log.transfer()
     with pytest.raises(AssertionError, match="something is lost"):

@@ -746,9 +746,9 @@ def test_a_rebuild_that_ends_during_a_poll_gives_a_follower_no_line_again(
     def rebuilt(*given: Any) -> set[str]:
         monkeypatch.undo()
         world.views.rebuild(Lines())
-        return follower._writers(*given)
+        return follower._table.writers(*given)
 
-    monkeypatch.setattr(follower, "_writers", rebuilt)
+    monkeypatch.setattr(follower._table, "writers", rebuilt)
     assert follower.poll() == []
     with pytest.raises(ViewConflictError):
         follower.poll()

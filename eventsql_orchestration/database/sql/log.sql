@@ -85,7 +85,7 @@ SELECT pg_backend_pid() || ' of the server of ' || pg_postmaster_start_time()
        (SELECT settings.cache_size = 1 AND settings.increment > 0 AND NOT settings.cycle_option
         FROM {schema}.event_buffer_eql_id_seq own CROSS JOIN LATERAL pg_sequence_parameters(own.tableoid) settings);
 
--- buffer_writers -- The open transactions that may have written to the buffer.
+-- writers -- The open transactions of other sessions that may have written to a table.
 SELECT l.virtualtransaction
 FROM pg_locks l
 WHERE l.locktype = 'relation'

@@ -97,15 +97,6 @@ ORDER BY written.position;
 -- newest_line -- The largest id of a log's lines, 0 without lines, and the log's table.
 SELECT coalesce(max(eql_id), 0), %(relation)s::regclass::oid FROM {schema}.{table};
 
--- log_writers -- The open transactions that may have written to a log.
-SELECT DISTINCT l.virtualtransaction
-FROM pg_locks l
-WHERE l.locktype = 'relation'
-  AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
-  AND l.relation = %(relation)s::regclass
-  AND l.mode = 'RowExclusiveLock'
-  AND l.granted;
-
 -- consumer_offsets -- The partitions of a consumer: number, offset, where its layout of partitions ends, the filter,
 -- whether events after the offset were handed out, the topic's layout, and whether it was repartitioned.
 SELECT c.eql_partition, coalesce(c.eql_last_event_id, 0), c.eql_until, c.eql_filter, EXISTS (
