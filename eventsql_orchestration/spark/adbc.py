@@ -29,6 +29,7 @@ import pyarrow.compute as pc  # type: ignore[import-untyped]  # it has no types
 from adbc_driver_manager import AdbcConnection, AdbcDatabase, AdbcStatement, Error, ProgrammingError
 from psycopg import conninfo
 
+from eventsql_orchestration.database.log_names import holds_blocks
 from eventsql_orchestration.errors import ConfigurationError, DatabaseError, DatabaseUnavailableError, DataLossError
 from eventsql_orchestration.model import OffsetRange
 from eventsql_orchestration.qualification import qualified
@@ -317,7 +318,7 @@ def _rows(connection: CopyConnection, query: str) -> int:
 def _events(
     connection: CopyConnection, source: Source, piece: Piece, columns: Sequence[str]
 ) -> Iterator[pa.RecordBatch]:
-    if copy_out.in_blocks(piece.table) and not piece.rows:
+    if holds_blocks(piece.table) and not piece.rows:
         blocks = copy_out.blocks_query(source.schema, piece.table, piece.offsets, columns)
         for batch in connection.batches(blocks):
             for part in parts(batch):

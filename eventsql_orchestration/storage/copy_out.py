@@ -12,6 +12,7 @@ from typing import Final
 
 from psycopg import sql
 
+from eventsql_orchestration.database.log_names import holds_blocks
 from eventsql_orchestration.model import ERASED, NOT_PARTITIONED, OffsetRange
 from eventsql_orchestration.qualification import qualified
 from eventsql_orchestration.validation import MAX_BIGINT
@@ -29,11 +30,8 @@ _EXPRESSIONS: Final = {
     "headers": sql.SQL("eql_metadata::text"),
 }
 
-MOST_EVENTS: Final = 20_000
-"""The most events and ids of a block, as its table's constraints have it."""
-
-_OF_BLOCKS: Final = "_block"
-"""The name of a table of blocks ends with this, and the name of a table of rows ends with `_event`."""
+MOST_IDS: Final = 20_000
+"""As `log_form.MOST_IDS`, which takes longer to load."""
 
 COLUMNS: Final = frozenset(_EXPRESSIONS)
 """The columns that a log has, by their names in Spark."""
@@ -55,7 +53,7 @@ def range_query(
     conditions += [sql.SQL(f"({row})") for row in rows]
     selected = sql.SQL(", ").join(_EXPRESSIONS[name] for name in columns)
     where = sql.SQL(" AND ").join(conditions)
-    if not in_blocks(table):
+    if not holds_blocks(table):
         query = sql.SQL("SELECT {} FROM {} WHERE {} ORDER BY eql_id")
         return qualified(query.format(selected, sql.Identifier(schema, table), where).as_string())
 
@@ -79,11 +77,6 @@ _MARKS: Final = sql.SQL(
     "CASE WHEN eql_metadata IS NOT NULL AND array_position(eql_values, ''::bytea) IS NOT NULL "
     "THEN eql_metadata::text[] END"
 )
-
-
-def in_blocks(table: str) -> bool:
-    """Whether this table holds a log in blocks."""
-    return table.endswith(_OF_BLOCKS)
 
 
 def blocks_query(schema: str, table: str, offsets: OffsetRange, columns: Sequence[str]) -> str:
@@ -119,12 +112,12 @@ _SOURCES: Final = {"eql_value": "eql_values", "eql_key": "eql_keys", "eql_metada
 """The columns of events that are arrays in blocks, and these arrays."""
 
 _NEAR: Final = sql.SQL("eql_id > {after} AND eql_id <= ({near}) AND eql_id - coalesce(eql_span, eql_events) < {upto}")
-"""The blocks that may have events of a range: a block has at most 20,000 ids."""
+"""The blocks that may have events of a range: a block has at most `MOST_IDS` ids."""
 
 
 def _near(offsets: OffsetRange) -> sql.Composed:
     """The condition on the blocks that may have events of a range."""
-    near = min(offsets.upto, MAX_BIGINT - MOST_EVENTS) + MOST_EVENTS
+    near = min(offsets.upto, MAX_BIGINT - MOST_IDS) + MOST_IDS
     condition = _NEAR.format(after=offsets.after, near=near, upto=offsets.upto)
     if offsets.partition != NOT_PARTITIONED:
         condition += sql.SQL(" AND eql_partition = {}").format(offsets.partition)

@@ -23,6 +23,7 @@ from eventsql_orchestration.publishing.block_format import encode_blocks
 from eventsql_orchestration.storage import copy_out, log_form, log_table, reading, segments
 from eventsql_orchestration.storage.appending import LogAppender
 from eventsql_orchestration.storage.compacting import LogCompactor
+from eventsql_orchestration.storage.log_form import MOST_IDS
 from eventsql_orchestration.storage.metrics import LogMetrics, Place
 from eventsql_orchestration.storage.ranges import LogRanges
 from eventsql_orchestration.storage.reading import MAX_OFFSET, LogReader
@@ -451,12 +452,14 @@ def test_an_upgrade_gives_logs_in_blocks_the_columns_of_gaps(platform: EventSQL,
     assert log_table.broken_blocks(session, SCHEMA, "orders") == []
 
 
+WIDE = "UPDATE eventsql.orders_block SET eql_id = 30000, eql_span = {0}, eql_places = '{{1,2,{0}}}'"
+
 GAPPED = {
     "no places": "UPDATE eventsql.orders_block SET eql_span = 9",
     "places before the first": "UPDATE eventsql.orders_block SET eql_span = 9, eql_places = '{0,4,9}'",
     "places behind the last": "UPDATE eventsql.orders_block SET eql_span = 9, eql_places = '{1,4,10}'",
     "too few places": "UPDATE eventsql.orders_block SET eql_span = 9, eql_places = '{1,9}'",
-    "too wide": "UPDATE eventsql.orders_block SET eql_id = 30000, eql_span = 20001, eql_places = '{1,2,20001}'",
+    "too wide": WIDE.format(MOST_IDS + 1),
     "cut times": "UPDATE eventsql.orders_block SET eql_entered = '{2024-01-01}'",
 }
 
@@ -467,6 +470,18 @@ def test_the_server_refuses_a_forged_block_with_gaps(platform: EventSQL, session
     platform.transfer.run_once()
     session.execute("UPDATE eventsql.orders_block SET eql_id = eql_id + 100")
     check_refused(session, GAPPED.values(), psycopg.errors.CheckViolation)
+
+
+def test_both_ends_of_the_widest_block_are_read(platform: EventSQL, session: Connection) -> None:
+    platform.registry.register_topic(Topic("orders", storage="blocks"))
+    platform.publisher.publish_all([Publication("orders", b"v")] * 3)
+    platform.transfer.run_once()
+    session.execute(WIDE.format(MOST_IDS).encode())
+    first = 30_001 - MOST_IDS
+    assert [event.id for event in platform.reader.read("orders")] == [first, first + 1, 30_000]
+    for place in (first, 30_000):
+        assert [event.id for event in platform.reader.read("orders", after=place - 1, upto=place)] == [place]
+        assert copied(session, "orders", (NOT_PARTITIONED, place - 1, place), ["offset"], []) == [(place,)]
 
 
 def test_places_that_do_not_ascend_stop_reading_loudly(platform: EventSQL, session: Connection) -> None:
