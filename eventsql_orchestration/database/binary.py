@@ -16,6 +16,7 @@ TEXT: Final = 25
 JSON: Final = 114
 DOUBLE: Final = 701
 TIMESTAMPTZ: Final = 1184
+UUID: Final = 2950
 """The OIDs of types, by their names in SQL."""
 
 _EPOCH: Final = datetime(2000, 1, 1, tzinfo=UTC)
@@ -30,8 +31,10 @@ _JSONB: Final = b"\x01"
 ARRAY_HEADER: Final = struct.Struct(">iiiii")
 """Number of dimensions, whether items may be NULL, the items' type, their number, and the first index."""
 
-_length: Final = struct.Struct(">i").pack
-_NULL: Final = _length(-1)
+encode_integer: Final = struct.Struct(">i").pack
+
+NULL: Final = encode_integer(-1)
+"""Stands for a missing value in a row or in an array, where the length of a value would stand."""
 
 
 def encode_smallint(number: int) -> bytes:
@@ -67,7 +70,7 @@ def decode_text(raw: bytes | None) -> str:
 
 def encode_array(items: Iterable[bytes | None], *, of: int) -> bytes:
     """An array of one dimension. `of` is the OID of the items' type."""
-    parts = [_NULL if item is None else _length(len(item)) + item for item in items]
+    parts = [NULL if item is None else encode_integer(len(item)) + item for item in items]
     return ARRAY_HEADER.pack(1, 1, of, len(parts), 1) + b"".join(parts)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, cast
 
-from eventsql_orchestration.database.binary import BYTEA, JSON, TEXT
+from eventsql_orchestration.database.binary import BYTEA, JSON, NULL, TEXT, encode_integer
 from eventsql_orchestration.model import Publication
 from eventsql_orchestration.publishing import copy_format
 
@@ -34,15 +34,12 @@ REFERENCE: Final = -3
 _COLUMNS: Final = 9
 _BUFFERED_COLUMNS: Final = len(copy_format.BLOCK_COLUMNS) + len(copy_format.BUFFER_COLUMNS)
 
-_length = struct.Struct(">i").pack
 _array = struct.Struct(">iiiiii")
 _begin = struct.Struct(">hiqihiiiqiqi")
 _staged = struct.Struct(">hi16siqi")
 _partition = struct.Struct(">ih")
 _buffered = struct.Struct(">hiiih")
 _no_event = struct.Struct(">iii2sih")
-NULL: Final = _length(-1)
-"""Stands for a missing array, or a missing element of an array."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +64,8 @@ class EncodedBlock:
         """The row of a block in the buffer: `copy_format.BLOCK_COLUMNS`, and an event without content."""
         name = topic.encode()
         return b"".join((
-            _buffered.pack(_BUFFERED_COLUMNS, 4, self.events, 2, self.partition), self.arrays, _length(len(name)), name,
-            _no_event.pack(-1, 0, 2, b"{}", 2, REFERENCE),
+            _buffered.pack(_BUFFERED_COLUMNS, 4, self.events, 2, self.partition), self.arrays,
+            encode_integer(len(name)), name, _no_event.pack(-1, 0, 2, b"{}", 2, REFERENCE),
         ))  # fmt: skip
 
     def staged_row(self, attempt: uuid.UUID, position: int, topic: str) -> bytes:
@@ -80,7 +77,8 @@ class EncodedBlock:
         described = json.dumps({"events": self.events, "partitions": {str(self.partition): self.events}}).encode()
         return b"".join((
             _staged.pack(len(STAGED_COLUMNS), 16, attempt.bytes, 8, position, len(name)), name,
-            _partition.pack(2, self.partition), _length(0), _length(len(described)), described, self.arrays,
+            _partition.pack(2, self.partition), encode_integer(0), encode_integer(len(described)), described,
+            self.arrays,
         ))  # fmt: skip
 
 
@@ -142,15 +140,15 @@ def array_field(of_type: int, elements: int, body: bytes, *, nulls: bool) -> byt
 def _array_parts(of_type: int, elements: Sequence[bytes | None]) -> list[bytes]:
     """The parts to join to an array."""
     if None in elements:
-        body = b"".join(NULL if each is None else _length(len(each)) + each for each in elements)
+        body = b"".join(NULL if each is None else encode_integer(len(each)) + each for each in elements)
         return [array_field(of_type, len(elements), body, nulls=True)]
     given = cast("Sequence[bytes]", elements)
     lengths = list(map(len, given))
     begin = _array.pack(sum(lengths) + 4 * len(given) + 20, 1, False, of_type, len(given), 1)
     if min(lengths) == max(lengths):
         # Keys often have one length, as UUIDs do.
-        length = _length(lengths[0])
+        length = encode_integer(lengths[0])
         return [begin, length, length.join(given)]
     parts = [b""] * (2 * len(given))
-    parts[::2], parts[1::2] = map(_length, lengths), given
+    parts[::2], parts[1::2] = map(encode_integer, lengths), given
     return [begin, *parts]

@@ -12,6 +12,7 @@ import struct
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
+from eventsql_orchestration.database.binary import NULL, encode_integer
 from eventsql_orchestration.model import Publication
 
 HEADER: Final = b"PGCOPY\n\xff\r\n\0" + struct.pack(">ii", 0, 0)
@@ -25,10 +26,8 @@ LOG_COLUMNS: Final = ("eql_buffered_at", "eql_created_at", "eql_key", "eql_value
 """The last four columns of the buffer and of a log are an encoded event. The columns before them are equal for all
 events of a batch."""
 
-_length = struct.Struct(">i").pack
 _smallint = struct.Struct(">ih").pack
-_NULL: Final = _length(-1)
-_NO_METADATA: Final = _length(2) + b"{}"
+_NO_METADATA: Final = encode_integer(2) + b"{}"
 
 
 class EncodedEvent(NamedTuple):
@@ -50,7 +49,7 @@ def publication_prefix(topic: str) -> bytes:
     """The first bytes of each event of `topic` that is published among blocks."""
     name = topic.encode()
     columns = struct.pack(">h", len(BLOCK_COLUMNS) + len(BUFFER_COLUMNS))
-    return columns + _NULL * len(BLOCK_COLUMNS) + _length(len(name)) + name
+    return columns + NULL * len(BLOCK_COLUMNS) + encode_integer(len(name)) + name
 
 
 def log_prefix(published: int, entered: int) -> bytes:
@@ -77,13 +76,13 @@ def encode(publication: Publication, partition: int) -> bytes:
     """The rest of an event's row: key, value, metadata and partition."""
     key, value, metadata = publication.key, publication.value, publication.metadata
     if key is None:
-        encoded_key = _NULL
+        encoded_key = NULL
     else:
         key_bytes = key.encode()
-        encoded_key = _length(len(key_bytes)) + key_bytes
+        encoded_key = encode_integer(len(key_bytes)) + key_bytes
     if metadata:
         text = encode_metadata(metadata)
-        encoded_metadata = _length(len(text)) + text
+        encoded_metadata = encode_integer(len(text)) + text
     else:
         encoded_metadata = _NO_METADATA
-    return b"".join((encoded_key, _length(len(value)), value, encoded_metadata, _smallint(2, partition)))
+    return b"".join((encoded_key, encode_integer(len(value)), value, encoded_metadata, _smallint(2, partition)))

@@ -8,7 +8,6 @@ their order over both paths, because an append first moves all events that were 
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -21,6 +20,7 @@ from psycopg.rows import tuple_row
 
 from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.database import CallersConnection, Connection, Database, Queries
+from eventsql_orchestration.database.binary import encode_integer, encode_smallint
 from eventsql_orchestration.database.rows import fetch_all
 from eventsql_orchestration.database.single_statement import SingleStatement
 from eventsql_orchestration.errors import RedefinitionError, ValidationError
@@ -42,9 +42,6 @@ REDEFINITIONS: Final = 5
 STRAIGHT_LEAST: Final = 50
 """The least number of events in a batch on the straight path. Smaller batches commit side by side in the buffer, which
 is faster than one after the other under the topic's lock."""
-
-_smallint: Final = struct.Struct(">h").pack
-_integer: Final = struct.Struct(">i").pack
 
 
 @runtime_checkable
@@ -277,8 +274,8 @@ class Publisher:
         key, metadata = publication.key, copy_format.encode_metadata(publication.metadata)
         if connection is None:
             values = {
-                "topic": topic.name.encode(), "partitions": _smallint(topic.partitions),
-                "layout": _integer(topic.layout), "partition": _smallint(partition),
+                "topic": topic.name.encode(), "partitions": encode_smallint(topic.partitions),
+                "layout": encode_integer(topic.layout), "partition": encode_smallint(partition),
                 "key": None if key is None else key.encode(), "value": publication.value, "metadata": metadata,
             }  # fmt: skip
             return self._database.execute(self._insertion, values) == 1

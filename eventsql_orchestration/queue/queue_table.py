@@ -13,6 +13,7 @@ import psycopg
 from psycopg.rows import tuple_row
 
 from eventsql_orchestration.database import CallersConnection, Connection, Database, Queries
+from eventsql_orchestration.database.binary import encode_integer
 from eventsql_orchestration.database.notifications import Listener
 from eventsql_orchestration.database.notifier import Notifier
 from eventsql_orchestration.database.rows import query_first
@@ -44,7 +45,6 @@ receives take 5 % of the time at most, up to 50 ms each."""
 ORDERED_KEY_BYTES: Final = 2_600
 """The longest key that always fits an ordered queue's index. PostgreSQL compresses a longer one, and may refuse it."""
 
-_integer: Final = struct.Struct(">i").pack
 _double: Final = struct.Struct(">d").pack
 _TRUE: Final = b"\x01"
 
@@ -192,7 +192,7 @@ class QueueTable:
 
     def _put_alone(self, columns: Mapping[str, bytes | None]) -> list[int] | None:
         """Write messages in a transaction of their own."""
-        values = {"queue": _integer(self.id()), **columns}
+        values = {"queue": encode_integer(self.id()), **columns}
         if self._inserts and not self.known().ordered and columns["deduplication_ids"] is None:
             return [id_ for (id_,) in self.database.fetch_values(self._statements.put_plain, values)]
         encoded = self.database.fetch(self._statements.put, {**values, "alone": _TRUE})[0][0]
@@ -204,8 +204,8 @@ class QueueTable:
         """Receive messages, for the queue's own visibility timeout by default. Never waits."""
         queue, known = self.id(), self.known()
         values = {
-            "queue": _integer(queue),
-            "max_messages": _integer(most),
+            "queue": encode_integer(queue),
+            "max_messages": encode_integer(most),
             "visibility_timeout": _double(known.visibility_timeout if seconds is None else seconds),
         }
         rows = self._take_onwards(self._statements.take_in_order if known.ordered else self._statements.take, values)
@@ -245,7 +245,7 @@ class QueueTable:
         values = {"ids": bigint_array(given["ids"]), "receipts": integer_array(given["receipts"])}
         missing: list[int] | None
         if connection is None:
-            queue = _integer(self.id())
+            queue = encode_integer(self.id())
             encoded = self.database.fetch(self._statements.acknowledge, {"queue": queue, **values})[0][0]
             missing = None if encoded is None else decode_bigints(encoded)
         else:

@@ -18,16 +18,10 @@ from typing import Any, Final
 import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
 import pyarrow.compute as pc  # type: ignore[import-untyped]  # it has no types
 
-from eventsql_orchestration.database.binary import BYTEA, JSON, TEXT
+from eventsql_orchestration.database.binary import BYTEA, JSON, NULL, TEXT
 from eventsql_orchestration.errors import InvalidPublicationError, PartitionOutOfRangeError, TopicNotFoundError
 from eventsql_orchestration.model import MAX_KEY_BYTES, NOT_PARTITIONED, check_partition
-from eventsql_orchestration.publishing.block_format import (
-    MOST_BYTES,
-    MOST_EVENTS,
-    NULL,
-    EncodedBlock,
-    array_field,
-)
+from eventsql_orchestration.publishing.block_format import MOST_BYTES, MOST_EVENTS, EncodedBlock, array_field
 from eventsql_orchestration.topics.partitioner import partition_of_key
 from eventsql_orchestration.validation import MAX_VALUE_BYTES, check_metadata
 

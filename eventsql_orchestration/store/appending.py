@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, TypeAlias
 from psycopg.errors import SerializationFailure, UniqueViolation
 
 from eventsql_orchestration.database import CallersConnection, Connection, Database, Queries
-from eventsql_orchestration.database.binary import encode_array
+from eventsql_orchestration.database.binary import INTEGER, TEXT, UUID, decode_bigint, encode_array, encode_bigint
 from eventsql_orchestration.database.rows import fetch_first
 from eventsql_orchestration.database.single_statement import RawRow, SingleStatement, fetch_raw
 from eventsql_orchestration.errors import AggregateClosedError, ConcurrentAppendError, DatabaseError, ValidationError
@@ -23,9 +23,6 @@ _EXPECTED: Final[Mapping[str, int]] = {"none": 0, "any": -1, "exists": -2}
 
 _ATTEMPTS: Final = 3
 """Maximum number of attempts at an append at any version: another writer may create the aggregate meanwhile."""
-
-_TEXT, _INTEGER, _UUID = 25, 23, 2950
-"""OIDs of types."""
 
 
 class Appending:
@@ -64,12 +61,12 @@ class Appending:
         values = self.values
         return {
             "type": self.type.encode(), "id": self.id.encode(),
-            "expected": self.expected.to_bytes(8, signed=True), "count": values["count"].to_bytes(8),
-            "kinds": _array(values["kinds"], str.encode, of=_TEXT),
-            "data": _array(values["data"], str.encode, of=_TEXT),
-            "schema_versions": _array(values["schema_versions"], methodcaller("to_bytes", 4), of=_INTEGER),
-            "change_ids": _array(values["change_ids"], attrgetter("bytes"), of=_UUID),
-            "metadata": _array(values["metadata"], str.encode, of=_TEXT),
+            "expected": encode_bigint(self.expected), "count": encode_bigint(values["count"]),
+            "kinds": _array(values["kinds"], str.encode, of=TEXT),
+            "data": _array(values["data"], str.encode, of=TEXT),
+            "schema_versions": _array(values["schema_versions"], methodcaller("to_bytes", 4), of=INTEGER),
+            "change_ids": _array(values["change_ids"], attrgetter("bytes"), of=UUID),
+            "metadata": _array(values["metadata"], str.encode, of=TEXT),
         }  # fmt: skip
 
 
@@ -153,7 +150,7 @@ class Appender:
 
 
 def _last_version(rows: Sequence[RawRow]) -> int | None:
-    return int.from_bytes(rows[0][0] or b"") if rows else None
+    return decode_bigint(rows[0][0]) if rows else None
 
 
 def _array(items: Sequence[Any] | None, encode: Callable[[Any], bytes], *, of: int) -> bytes | None:
