@@ -17,6 +17,7 @@ from psycopg import sql
 
 from eventsql_orchestration.database.log_names import names_log
 from eventsql_orchestration.errors import PermissionDeniedError
+from eventsql_orchestration.model import DEAD_LETTER_SUFFIX
 
 ADMIN: Final = "admin"
 KINDS: Final = (ADMIN, "transfer", "publisher", "stager", "consumer", "reader", "eraser", "sender", "worker")
@@ -291,8 +292,8 @@ def rights(role: Role, schema: str) -> Iterator[sql.Composed]:
         yield sql.SQL("GRANT " + right + " TO {role}").format(s=sql.Identifier(schema), role=sql.Identifier(role.name))
 
 
-def rights_on_log(role: Role, log: Log, letters: str) -> Iterator[sql.Composed]:
-    """GRANT statements for a topic's log; `letters` is the end of a dead letter topic's name."""
+def rights_on_log(role: Role, log: Log) -> Iterator[sql.Composed]:
+    """GRANT statements for a topic's log."""
     granted: tuple[str, ...] = ()
     if role.topic in (None, log.topic):
         granted = _RIGHTS_ON_LOG.get(role.kind, ())
@@ -302,7 +303,8 @@ def rights_on_log(role: Role, log: Log, letters: str) -> Iterator[sql.Composed]:
             granted = _ERASE_BLOCKS
     if role.kind == "publisher" and role.topic == log.topic:
         granted = _MAY_PUBLISH
-    if role.kind == "consumer" and log.topic.endswith(letters) and role.topic in (None, log.topic[: -len(letters)]):
+    source = log.topic.removesuffix(DEAD_LETTER_SUFFIX)
+    if role.kind == "consumer" and source != log.topic and role.topic in (None, source):
         granted += _MAY_PUBLISH
     for right in dict.fromkeys(granted):
         if log.view is None and right == "SELECT ON {events}":

@@ -19,7 +19,6 @@ from eventsql_orchestration.database.log_names import BLOCK_STORE, BLOCK_TABLE, 
 from eventsql_orchestration.database.queries import Queries
 from eventsql_orchestration.database.rows import fetch_all
 from eventsql_orchestration.errors import CaptureError
-from eventsql_orchestration.model import DEAD_LETTER_SUFFIX
 
 _EVERYTHING: Final = "eventsql_all_topics"
 """The policy of roles that see the rows of all topics."""
@@ -173,7 +172,7 @@ def guard(schema: str) -> sql.Composed:
 def log_grants(roles: Sequence[Role], logs: Sequence[Log]) -> Statements:
     for log in logs:
         for role in roles:
-            yield from grants.rights_on_log(role, log, DEAD_LETTER_SUFFIX)
+            yield from grants.rights_on_log(role, log)
 
 
 def policies(
