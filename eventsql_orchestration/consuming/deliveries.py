@@ -105,9 +105,9 @@ class Deliveries:
         )
         if other:
             raise RedefinitionError(
-                f"consumer {self._consumer!r} of topic {self._topic!r} has events that are not acknowledged and were "
-                f"handed out with by_key={not self._by_key}: start it with by_key={not self._by_key} until all are "
-                "acknowledged, or move it with `eventsql seek --force`"
+                f"{self._where} has events that are not acknowledged and were handed out with "
+                f"by_key={not self._by_key}: start it with by_key={not self._by_key} until all are acknowledged, or "
+                "move it with `eventsql seek --force`"
             )
 
     # Handing out

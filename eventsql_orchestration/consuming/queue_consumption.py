@@ -80,7 +80,8 @@ class QueueConsumption(Running):
         self._working_threads = workers
         self._worked_off = threading.Event()
         """Set when no worker has an event any more, or when `stop` no longer waits for the workers."""
-        self._faults: dict[str, str] = {}
+        self._fault: str | None = None
+        """The lasting error that was logged."""
         began = time.monotonic()
         self._worker = deliveries.register(owner_name())
         self._lease_until = began + lease
@@ -139,7 +140,7 @@ class QueueConsumption(Running):
                     self._ahead.adapt(waiting=len(self._backlog.ready))
                 for partition in self._to_fetch(partitions, found):
                     self._fetch_partition(partition, found[partition] or 0.0)
-                self._faults.clear()
+                self._fault = None
             except BaseException as error:  # noqa: BLE001 - reported; the consumer would stop silently
                 self._report(error)
                 with self._fetching:
@@ -420,8 +421,8 @@ class QueueConsumption(Running):
             logger.warning("%s waits for the database: %s", self._name, error)
         elif isinstance(error, EventSQLError):
             # The error says what to do, so a traceback adds nothing. A lasting error is logged once.
-            level = logging.DEBUG if self._faults.get(self._name) == str(error) else logging.ERROR
-            self._faults[self._name] = str(error)
+            level = logging.DEBUG if self._fault == str(error) else logging.ERROR
+            self._fault = str(error)
             logger.log(level, "%s could not be consumed; trying again: %s", self._name, error)
         else:
             logger.error("%s met an unexpected error; trying again", self._name, exc_info=error)
