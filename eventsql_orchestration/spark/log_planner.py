@@ -12,6 +12,7 @@ from psycopg.errors import InsufficientPrivilege, ReadOnlySqlTransaction
 
 from eventsql_orchestration.consumer import EventFilter
 from eventsql_orchestration.database import Database, Queries
+from eventsql_orchestration.database.rows import query_first
 from eventsql_orchestration.errors import ClaimLostError, ClaimNotFoundError, EventSQLError, ValidationError
 from eventsql_orchestration.model import NOT_PARTITIONED, OffsetRange, Topic, check_partition
 from eventsql_orchestration.sharding import ShardSet
@@ -252,8 +253,7 @@ class Logs:
 
         Raises `ClaimNotFoundError`, and `ClaimLostError` for a claim that is not live.
         """
-        with self.database.connection() as connection:
-            row = connection.execute(self._queries("claim"), {"claim": claim}).fetchone()
+        row = query_first(self.database, self._queries("claim"), {"claim": claim})
         if row is None:
             raise ClaimNotFoundError(f"option claim: there is no claim {claim}, or its consumer is gone")
         topic, consumer, partition, after, upto, live, position, chosen = row
@@ -314,9 +314,7 @@ class Logs:
 
         None if that generation has not begun here.
         """
-        values = {"generation": generation, "topic": topic}
-        with self.database.connection() as connection:
-            row = connection.execute(self._queries("fence"), values).fetchone()
+        row = query_first(self.database, self._queries("fence"), {"generation": generation, "topic": topic})
         return None if row is None else int(row[0])
 
 

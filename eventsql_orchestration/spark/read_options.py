@@ -9,15 +9,7 @@ from eventsql_orchestration.consumer import EventFilter
 from eventsql_orchestration.errors import ConfigurationError, ValidationError
 from eventsql_orchestration.model import NOT_PARTITIONED, check_topic_name
 from eventsql_orchestration.spark.offset_bounds import OffsetBounds, is_whole, object_in, parse_bounds
-from eventsql_orchestration.spark.options import (
-    ENDS,
-    READ,
-    STARTS,
-    Given,
-    Source,
-    TaskOptions,
-    naming_option,
-)
+from eventsql_orchestration.spark.options import ENDS, READ, STARTS, Given, Source, TaskOptions, naming_option
 from eventsql_orchestration.validation import MAX_BIGINT, check_name
 
 

@@ -13,7 +13,7 @@ from typing import Final
 from psycopg.errors import UniqueViolation
 
 from eventsql_orchestration.database import Connection, Database, Queries
-from eventsql_orchestration.database.rows import fetch_all, fetch_first
+from eventsql_orchestration.database.rows import fetch_all, fetch_first, query_first
 from eventsql_orchestration.errors import DatabaseError, ValidationError
 
 _STREAMS: Final = 100
@@ -56,8 +56,7 @@ class Archive:
             if not isinstance(error.__cause__, UniqueViolation):
                 raise
             of = {"type": aggregate_type, "id": aggregate_id}
-            with self._database.connection() as connection:
-                other = fetch_first(connection, self._queries("id_of_archived_elsewhere"), of)
+            other = query_first(self._database, self._queries("id_of_archived_elsewhere"), of)
             if other is None:
                 raise
             raise ValidationError(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from eventsql_orchestration.database import Connection, Database, Queries
-from eventsql_orchestration.database.rows import fetch_all
+from eventsql_orchestration.database.rows import query_all
 from eventsql_orchestration.database.single_statement import fetch_raw
 from eventsql_orchestration.store.change import RecordedChange
 
@@ -27,9 +27,8 @@ class StoreDeadLetter:
 
 def letters(database: Database, name: str) -> list[StoreDeadLetter]:
     """The changes that a subscription has given up, in that order."""
-    with database.connection() as connection:
-        rows = fetch_all(connection, Queries("subscriptions", database.schema)("letters"), {"name": name})
-        return [StoreDeadLetter(*row) for row in rows]
+    rows = query_all(database, Queries("subscriptions", database.schema)("letters"), {"name": name})
+    return [StoreDeadLetter(*row) for row in rows]
 
 
 def change_of(letter: StoreDeadLetter, connection: Connection, schema: str) -> RecordedChange:

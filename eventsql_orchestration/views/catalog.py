@@ -13,7 +13,7 @@ from psycopg import sql
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Connection, Database, Platform, Queries, database_of, role_statements
 from eventsql_orchestration.database.migrations import SYSTEM_PATH
-from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
+from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one, query_all
 from eventsql_orchestration.database.sessions import wait_at_most
 from eventsql_orchestration.errors import ValidationError, ViewConflictError, ViewNotFoundError
 from eventsql_orchestration.model import MAX_AGE
@@ -115,8 +115,7 @@ class Views:
 
     def definitions(self) -> list[Definition]:
         """The definitions of all views, by name."""
-        with self._database.connection() as connection:
-            return [stored_definition(row) for row in fetch_all(connection, self._queries("views"), {"name": None})]
+        return [stored_definition(row) for row in query_all(self._database, self._queries("views"), {"name": None})]
 
     def definition(self, name: str) -> Definition:
         """The definition of a view. Raises `ViewNotFoundError`."""
@@ -169,8 +168,7 @@ class Views:
 
     def unfinished_rebuilds(self) -> dict[str, datetime]:
         """The views with a rebuild that has not ended, and when it began: it is under way, or was killed."""
-        with self._database.connection() as connection:
-            return dict(fetch_all(connection, self._queries("unfinished_rebuilds")))
+        return dict(query_all(self._database, self._queries("unfinished_rebuilds")))
 
     def give_up(self, name: str) -> None:
         """Drop what a killed rebuild or comparison of a view has left. A rebuild that is under way fails.
