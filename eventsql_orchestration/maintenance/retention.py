@@ -228,8 +228,10 @@ class Retainer:
             newest = segments.newest_id(connection, schema, topic.name)
             existing = segments.segments(connection, schema, topic.name) or []
             segment = self._to_close(connection, topic, existing, newest)
-            # No rollback takes a roll back, and the next events need the segments after it.
-            if self._make_ahead(connection, topic) and segment is not None:
+            made = self._make_ahead(connection, topic)
+            # No rollback takes a roll back, and the next events need the segment after it. On a full disk, one is
+            # enough: the closed segment can be dropped when it is due, which makes room.
+            if segment is not None and (made or any(each.start == segment.end for each in existing)):
                 segments.roll(connection, schema, topic.name, segment)
             return segments.newest_id(connection, schema, topic.name)
 

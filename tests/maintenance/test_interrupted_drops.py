@@ -507,6 +507,23 @@ def test_a_topic_goes_on_while_the_disk_has_no_room_for_another_segment(
     assert len(platform.reader.read("orders")) == 9
 
 
+def test_old_events_make_room_on_a_full_disk_as_long_as_the_log_has_a_segment_after_them(
+    platform: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_room, "ROOM_CHECK", 1_000)
+    retained(platform, 2, seconds=3600)
+    fill_disk(session, "CREATE TABLE")
+    left = []
+    for _ in range(3):
+        age(session, 3601, upto=platform.reader.end("orders"))
+        platform.retention.run_once()
+        left.append(len(platform.reader.read("orders")))
+        platform.publisher.publish(Publication("orders", b"more"))
+        platform.transfer.run_once()
+    assert left == [0, 0, 1], "each run drops all old events, until no segment is left for new ones"
+    assert len(platform.reader.read("orders")) == 2
+
+
 def test_a_topic_that_keeps_everything_fails_no_retention_on_a_full_disk(
     platform: EventSQL, session: Connection
 ) -> None:
