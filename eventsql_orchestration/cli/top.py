@@ -70,10 +70,11 @@ def top(
 
     Without TOPIC, it shows queues that have messages, too: at most 10,000 in each state are counted.
 
-    It refreshes until Ctrl-C. Rates are events per second since the previous refresh. Column behind counts the
-    partitions with events to consume, and column why counts them by cause. Column claims counts the claims of runs, and
-    the expired claims. The busiest topics and the consumers furthest behind come first. A low screen says how many rows
-    it leaves out. A screen in which names would be folded leaves out trends first, and then further columns.
+    It refreshes until Ctrl-C. Rates are events per second since the previous refresh. Those of topics are taken from
+    offsets, and a skipped offset counts as an event. Column behind counts the partitions with events to consume, and
+    column why counts them by cause. Column claims counts the claims of runs, and the expired claims. The busiest topics
+    and the consumers furthest behind come first. A low screen says how many rows it leaves out. A screen in which names
+    would be folded leaves out trends first, and then further columns.
 
     It reads what `eventsql metrics` reads: counts of long backlogs are estimates, and a role that only reads is enough.
     Without a terminal, it writes one screen below the other, with --json a line for each.

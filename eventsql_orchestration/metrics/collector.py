@@ -173,8 +173,10 @@ def _add_topics(families: _Families, counted: _Counted) -> None:
     for each in counted.figures.topics:
         own, key = {"topic": each.topic}, (each.topic, each.identity)
         published, transferred = counted.published[key], counted.transferred[key]
-        families.counter("events_published", "Events published, buffered events included.", published, **own)
-        families.counter("events_transferred", "Events in the log: the newest offset.", transferred, **own)
+        text = "The newest offset of the log and the buffered events; an offset that was skipped counts as an event."
+        families.counter("events_published", text, published, **own)
+        text = "The newest offset of the log; an offset that was skipped counts as an event."
+        families.counter("events_transferred", text, transferred, **own)
         families.gauge("buffer_events", "Events that wait for the transfer.", each.buffered, **own)
         families.gauge("buffer_seconds", "Age of the oldest event in the buffer.", each.buffered_seconds, **own)
         families.gauge("topic_partitions", "Partitions of the topic.", each.partitions, **own)
