@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import replace
@@ -26,6 +27,8 @@ from eventsql_orchestration.topics.positions import AtOffset, starting_at
 from eventsql_orchestration.topics.registration import Registration, merged
 from eventsql_orchestration.topics.registry import RETRY_SECONDS, ConsumerSettings, Registry
 from eventsql_orchestration.validation import advised
+
+logger = logging.getLogger(__name__)
 
 
 @checked
@@ -52,14 +55,18 @@ class ClusterRegistry:
     def declare_topic(self, topic: Topic) -> Registration:
         """Create `topic` if it does not exist; returns the changes.
 
-        Its number of partitions can change while it has neither events nor consumers; `RedefinitionError` otherwise.
+        Its number of partitions can change while it has neither events nor consumers; `RedefinitionError` otherwise. If
+        it was repartitioned, and had the declared number before, it keeps its present number, and a warning is logged.
         Its retention can always change; without a declared retention, a topic keeps its present retention. Raises
         `InvalidNameError` for a name that a table of the platform has taken, `DatabaseBusyError` if publishers are in
         the way, and `RegistryError` if a server is built without the topic's compression.
         """
         self._check_compression(topic.compression)
         done = self._cluster.fan_out(lambda shard: shard.registry.declare_topic(topic))
-        return merged(list(done.values()))
+        registration = merged(list(done.values()))
+        if registration.outdated is not None:
+            logger.warning("%s: %s", registration.name, registration.outdated)
+        return registration
 
     def topics(self) -> list[Topic]:
         """All topics, by name."""

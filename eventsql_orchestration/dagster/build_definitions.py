@@ -252,10 +252,11 @@ def build_register_job(
 
     It creates the topics of consumers, the topics that consumers and workers publish to, and `topics`. An existing
     topic gets the declared retention. If it has events or consumers and another number of partitions than declared, the
-    run fails with `RedefinitionError`. An existing consumer keeps its offsets and gets the settings that its asset
-    declares. An existing queue gets the options that its worker declares. The run's log and the metadata of its only
-    step show each change. They also name each registered consumer of these topics that this location does not declare,
-    such as a consumer that was removed from the location.
+    run fails with `RedefinitionError`, unless the declared number is the one before a repartitioning. An existing
+    consumer keeps its offsets and gets the settings that its asset declares. An existing queue gets the options that
+    its worker declares. The run's log and the metadata of its only step show each change. They also name each
+    registered consumer of these topics that this location does not declare, such as a consumer that was removed from
+    the location.
 
     With `dead_letters`, the job also creates the dead letter topic of each consumer's topic: as it is declared, or
     without partitions. It calls `prepare(shard)` after it creates the topics and before it creates the consumers, so
@@ -300,7 +301,7 @@ def build_register_job(
 def _report(context: dg.OpExecutionContext, done: Sequence[Registration], others: Sequence[tuple[str, str]]) -> None:
     """Log each registration, and each of the `others`: registered consumers that the location does not declare."""
     for each in done:
-        context.log.log(logging.WARNING if each.changes else logging.INFO, "%s", each)
+        context.log.log(logging.WARNING if each.changes or each.outdated else logging.INFO, "%s", each)
     for topic, consumer in others:
         context.log.info("%s", undeclared_consumer(topic, consumer))
     context.add_output_metadata({

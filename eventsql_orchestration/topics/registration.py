@@ -11,26 +11,37 @@ from eventsql_orchestration.model import Retention, Topic
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """A registration created `name`, or changed settings of it, each in words, or changed nothing."""
+    """A registration created `name`, or changed settings of it, each in words, or changed nothing.
+
+    `outdated` is the part of the declaration that was true before, and was not applied.
+    """
 
     name: str
     created: bool
     changes: tuple[str, ...] = ()
+    outdated: str | None = None
 
     def __str__(self) -> str:
         if self.created:
             return f"{self.name} created"
-        return f"{self.name} exists already{''.join(f'; {change}' for change in self.changes)}"
+        texts = [*self.changes, *filter(None, [self.outdated])]
+        return f"{self.name} exists already{''.join(f'; {text}' for text in texts)}"
 
 
-def topic_registration(before: Topic | None, after: Topic) -> Registration:
+def topic_registration(before: Topic | None, after: Topic, declared: Topic) -> Registration:
     """The outcome for a topic, by its definitions before and after."""
     name = f"topic {after.name!r}"
     if before is None:
         return Registration(name, created=True)
     partitions = _change("partitions", [before.partitions], [after.partitions])
     retention = _change("retention", [_kept(before.retention)], [_kept(after.retention)])
-    return Registration(name, created=False, changes=(*partitions, *retention))
+    outdated = None
+    if declared.partitions != after.partitions:
+        outdated = (
+            f"it has {after.partitions} partitions, because it was repartitioned, and is declared with its former "
+            f"{declared.partitions}: declare {after.partitions}"
+        )
+    return Registration(name, created=False, changes=(*partitions, *retention), outdated=outdated)
 
 
 def consumer_registration(
@@ -48,7 +59,8 @@ def consumer_registration(
 def merged(of_shards: Sequence[Registration]) -> Registration:
     """The outcome over shards: created where it is new on all of them, and every change once."""
     changes = dict.fromkeys(change for each in of_shards for change in each.changes)
-    return Registration(of_shards[0].name, all(each.created for each in of_shards), tuple(changes))
+    outdated = next((each.outdated for each in of_shards if each.outdated), None)
+    return Registration(of_shards[0].name, all(each.created for each in of_shards), tuple(changes), outdated)
 
 
 def _change(setting: str, before: Iterable[object], after: Iterable[object]) -> list[str]:

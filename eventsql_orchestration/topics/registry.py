@@ -111,9 +111,9 @@ class Registry:
             # A service that registers its topics at each start needs no right to do so if nothing changes.
             with self._database.core() as connection:
                 existing = find_topic(connection, topic.name)
-            if existing is None or not _is_declared(existing, topic):
-                raise
-            return topic_registration(existing, existing)
+                if existing is None or not _is_declared(connection, existing, topic):
+                    raise
+            return topic_registration(existing, existing, topic)
 
     def _declare_topic(self, topic: Topic) -> Registration:
         with self._database.by_admin(), self._database.core() as connection:
@@ -128,19 +128,25 @@ class Registry:
 
             existing = existing_topic(connection, topic.name)
             _check_stored(existing, topic)
-            if existing.partitions != topic.partitions:
-                self._redefine(connection, existing, topic)
+            if existing.partitions != topic.partitions and self._redefine(connection, existing, topic):
+                existing = replace(existing, partitions=topic.partitions)
             if topic.retention is not None:
                 _keep(connection, existing, topic.retention)
-            stored = replace(topic, storage=existing.storage, compression=existing.compression)
+            stored = replace(
+                topic, partitions=existing.partitions, storage=existing.storage, compression=existing.compression
+            )
             segments.create_log(connection, self._database.schema, stored)
             if has_roles:
                 role_statements.grant(driver_connection(connection), self._database.schema, [topic.name])
-            registration = topic_registration(before, existing_topic(connection, topic.name))
+            registration = topic_registration(before, existing_topic(connection, topic.name), topic)
         self.forget(topic.name)
         return registration
 
-    def _redefine(self, connection: Connection, existing: Topic, topic: Topic) -> None:
+    def _redefine(self, connection: Connection, existing: Topic, topic: Topic) -> bool:
+        """Give a topic its declared partitions, if it has neither events nor consumers.
+
+        False if it was repartitioned and had this number before: a program with the former number may start again.
+        """
         had, wanted = _partitions(existing.partitions), _partitions(topic.partitions)
         remedy = "register another topic"
         if existing.partitioned and topic.partitioned:
@@ -154,6 +160,8 @@ class Registry:
         reason = f"{counted(consumers, 'consumer')}, whose offsets would be lost" if consumers else None
         if reason is None and not lock_empty(connection, topic.name):
             reason = "events, whose keys would change their partition"
+        if reason is not None and _had(connection, topic):
+            return False
         if reason is not None:
             raise RedefinitionError(
                 f"topic {topic.name!r} has {had} and cannot get {wanted}, because it has {reason}: {remedy}"
@@ -168,6 +176,7 @@ class Registry:
             .values(eql_partitions=topic.partitions, eql_layout=_t.eql_layout + 1, eql_created_at=func.now())
         )
         log_table.drop_log(connection, schema_of(connection), topic.name)
+        return True
 
     def topics(self) -> list[Topic]:
         """All topics, by name."""
@@ -364,11 +373,18 @@ def _check_stored(existing: Topic, wanted: Topic) -> None:
             )
 
 
-def _is_declared(existing: Topic, wanted: Topic) -> bool:
+def _is_declared(connection: Connection, existing: Topic, wanted: Topic) -> bool:
     """Whether a topic is as it is declared. Raises `RedefinitionError` if it is not stored as it is declared."""
     _check_stored(existing, wanted)
     retention = existing.retention or Retention()
-    return existing.partitions == wanted.partitions and wanted.retention in {None, retention}
+    same = existing.partitions == wanted.partitions or _had(connection, wanted)
+    return same and wanted.retention in {None, retention}
+
+
+def _had(connection: Connection, topic: Topic) -> bool:
+    """Whether a topic had this number of partitions before a repartitioning. Retention forgets the oldest layouts."""
+    known = layouts.layouts(driver_connection(connection), schema_of(connection), topic.name)
+    return topic.partitions in {each.partitions for each in known}
 
 
 def _insert_topic(connection: Connection, topic: Topic) -> None:

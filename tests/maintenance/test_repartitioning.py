@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import re
 import threading
@@ -27,7 +28,7 @@ from eventsql_orchestration.errors import (
     ValidationError,
 )
 from eventsql_orchestration.maintenance import repartitioning
-from eventsql_orchestration.model import BLOCKS, ROWS, Event, Retention
+from eventsql_orchestration.model import BLOCKS, NOT_PARTITIONED, ROWS, Event, Retention
 from eventsql_orchestration.sharding import HELD
 from eventsql_orchestration.shards.shard_state import ShardStore
 from eventsql_orchestration.storage import legacy_writer_trigger, segments
@@ -255,6 +256,50 @@ def test_partitions_that_another_process_added_are_known_at_once(dsn: str, platf
         other.repartitioner.repartition("orders", 9)
     assert len([entry for entry in platform.lag("orders") if entry.consumer == "mailer"]) == 9
     assert len(platform.seeker.execute("orders", "mailer", Latest())) == 9
+
+
+@pytest.mark.parametrize("events", [0, 30])
+def test_a_program_with_the_former_number_of_partitions_registers_the_topic_with_a_warning(
+    platform: EventSQL, orders: Orders, caplog: pytest.LogCaptureFixture, events: int
+) -> None:
+    orders.publish(events)
+    platform.repartitioner.repartition("orders", 5)
+    platform.repartitioner.repartition("orders", 8)
+    for former in (3, 5):
+        registration = platform.registry.declare_topic(Topic("orders", former))
+        assert (registration.created, registration.changes) == (False, ())
+        assert f"it has 8 partitions, because it was repartitioned, and is declared with its former {former}" in str(
+            registration
+        )
+    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert ["declare 8" in record.getMessage() for record in warnings] == [True, True]
+    assert platform.registry.topic("orders").partitions == 8
+    assert platform.registry.declare_topic(Topic("orders", 8)).outdated is None
+    for wrong in (4, NOT_PARTITIONED):
+        with pytest.raises(RedefinitionError):
+            platform.registry.register_topic(Topic("orders", wrong))
+    orders.publish()
+    orders.consume()
+    orders.check()
+
+
+def test_a_former_number_is_a_wrong_one_once_retention_has_dropped_its_events(
+    platform: EventSQL, orders: Orders
+) -> None:
+    platform.registry.set_retention("orders", Retention(events=1))
+    orders.publish(30)
+    platform.repartitioner.repartition("orders", 8)
+    platform.registry.register_topic(Topic("orders", 3))
+    for _ in range(2):
+        # The first run closes the segment, and the second one drops it.
+        orders.publish(30)
+        orders.consume()
+        while platform.consumers.consume_once("orders", "auditor", lambda *_: None):
+            pass
+        platform.retention.run_once()
+    assert [each.partitions for each in platform.layouts.of("orders")] == [8]
+    with pytest.raises(RedefinitionError):
+        platform.registry.register_topic(Topic("orders", 3))
 
 
 def test_a_consumer_that_comes_later_goes_through_all_layouts(platform: EventSQL, orders: Orders) -> None:

@@ -91,6 +91,19 @@ def test_a_service_registers_a_topic_at_its_start_that_is_as_it_declares(owner: 
     assert "parcels" not in {topic.name for topic in owner.registry.topics()}
 
 
+@pytest.mark.parametrize("role", ["publisher", "publisher_orders", "consumer", "reader"])
+def test_a_service_registers_a_topic_at_its_start_with_the_number_before_a_repartitioning(
+    owner: EventSQL, as_: As, role: str
+) -> None:
+    former = owner.registry.topic("orders").partitions
+    owner.publisher.publish(Publication("orders", b"1"))
+    owner.repartitioner.repartition("orders", former + 2)
+    platform = as_(role)
+    assert platform.registry.declare_topic(Topic("orders", former)).outdated is not None
+    with pytest.raises(PermissionDeniedError):
+        platform.registry.declare_topic(Topic("orders", former + 1))
+
+
 def test_a_publisher_that_may_not_transfer_has_no_background_transfer(owner: EventSQL, as_: As) -> None:
     platform = as_("publisher", transfer=True)
     platform.publisher.publish(Publication("orders", b"v"))
