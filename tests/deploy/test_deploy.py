@@ -19,6 +19,8 @@ import pytest
 import yaml  # type: ignore[import-untyped]  # it comes with dagster, without types
 
 from eventsql_orchestration.dagster.local.instance import STORAGE_VARIABLE, instance_config
+from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from eventsql_orchestration.database.embedded.programs import find_programs
 from eventsql_orchestration.database.urls import parse_dsn
 from tests.conftest import is_setting
 
@@ -33,7 +35,7 @@ def read(name: str) -> Any:
 
 COMPOSE = read("compose.yaml")
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
-OURS = {name: service for name, service in SERVICES.items() if name != "postgres"}
+OURS = {name: service for name, service in SERVICES.items() if service["image"] == "eventsql-orchestration"}
 
 
 def argument(command: list[str], option: str) -> str:
@@ -113,6 +115,78 @@ def test_a_service_runs_a_program_of_the_image_with_options_that_it_has(
     assert all(re.search(rf"(^|[\s,]){re.escape(option)}[\s,]", said) for option in given), said
 
 
+SPARK_SERVICES: dict[str, dict[str, Any]] = {
+    name: service for name, service in read("compose.spark.yaml")["services"].items() if "image" in service
+}
+
+
+@pytest.mark.parametrize("name", [*SERVICES, *SPARK_SERVICES])
+def test_a_process_has_no_rights_beside_those_of_its_user_and_writes_to_its_volumes_alone(name: str) -> None:
+    service = {**SERVICES, **SPARK_SERVICES}[name]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    if name == "postgres":
+        # Its entrypoint becomes another user, and it writes to its own volume.
+        return
+    assert service["cap_drop"] == ["ALL"]
+    assert service["read_only"] is True
+    if name == "logins":
+        return
+    volumes = [each["target"] if isinstance(each, dict) else each.split(":")[1] for each in service.get("volumes", ())]
+    assert ("/tmp" in service.get("tmpfs", ())) != ("/tmp" in volumes)
+    # What does not fit into memory cannot lie in memory.
+    assert ("/tmp" in volumes) == (name in {"code", "daemon", "spark-worker"})
+
+
+def test_a_process_knows_only_the_databases_that_it_uses() -> None:
+    variables = {name: set(service["environment"]) for name, service in OURS.items()}
+    both = {"PGPASSWORD", "EVENTSQL_DSN", STORAGE_VARIABLE}
+    assert variables == {
+        "migrate": both - {STORAGE_VARIABLE}, "roles": both - {STORAGE_VARIABLE},
+        "migrate-dagster": both - {"EVENTSQL_DSN"}, "webserver": both - {"EVENTSQL_DSN"},
+        "metrics": both - {STORAGE_VARIABLE}, "code": both, "daemon": both,
+    }  # fmt: skip
+
+
+def test_the_metrics_read_with_a_login_of_their_own(
+    environment: dict[str, str], direct_dsn: str, server: EmbeddedPostgres, tmp_path: Path
+) -> None:
+    owner = parse_dsn(direct_dsn)
+    passwords = ["it's", "new"]
+    try:
+        for service in ("migrate", "roles"):
+            program, *arguments = SERVICES[service]["command"]
+            subprocess.run([str(PROGRAMS / program), *arguments], cwd=tmp_path, env=environment, check=True)
+        logins = SERVICES["logins"]["command"]
+        program, *arguments = [word.replace("/logins.sql", str(DEPLOY / "logins.sql")) for word in logins]
+        for name, value in (("-h", owner.host), ("-U", owner.username), ("-d", owner.database)):
+            arguments[arguments.index(name) + 1] = str(value)
+        for password in passwords:
+            given = {**environment, "METRICS_PASSWORD": password, "PGPORT": str(owner.port)}
+            subprocess.run([str(find_programs() / program), *arguments], env=given, check=True)
+
+        metrics = OURS["metrics"]["environment"]["EVENTSQL_DSN"]
+        dsn = metrics.replace("postgres:5432/eventsql", f"{owner.host}:{owner.port}/{owner.database}")
+        given = {**environment, "EVENTSQL_DSN": dsn, "PGPASSWORD": passwords[-1]}
+        command = [str(PROGRAMS / "eventsql"), "metrics", "print"]
+        printed = subprocess.run(command, cwd=tmp_path, env=given, capture_output=True, text=True, check=True)
+        assert 'eventsql_up{shard=""} 1.0' in printed.stdout
+        with (
+            pytest.raises(psycopg.errors.InsufficientPrivilege),
+            psycopg.connect(dsn, password=passwords[-1]) as reader,
+        ):
+            reader.execute("DELETE FROM eventsql.event_buffer")
+    finally:
+        with psycopg.connect(direct_dsn, autocommit=True) as connection:
+            connection.execute("DROP OWNED BY metrics")
+            connection.execute("DROP ROLE metrics")
+        subprocess.run(
+            [str(PROGRAMS / "eventsql"), "roles", "drop", "--all", "--execute"],
+            cwd=tmp_path,
+            env=environment,
+            check=True,
+        )
+
+
 def test_webserver_and_daemon_find_the_code_server() -> None:
     (entry,) = read("workspace.yaml")["load_from"]
     server = SERVICES[entry["grpc_server"]["host"]]
@@ -143,8 +217,9 @@ def test_one_service_builds_the_image_of_all_and_nobody_pulls_it() -> None:
     (building,) = [service for service in OURS.values() if "build" in service]
     assert (REPOSITORY / building["build"]["dockerfile"]).is_file()
     assert (DEPLOY / building["build"]["context"]).resolve() == REPOSITORY
-    spark = [service for service in read("compose.spark.yaml")["services"].values() if "image" in service]
-    assert {(each["image"], each["pull_policy"]) for each in (*OURS.values(), *spark)} == {(building["image"], "never")}
+    assert {(each["image"], each["pull_policy"]) for each in (*OURS.values(), *SPARK_SERVICES.values())} == {
+        (building["image"], "never")
+    }
 
 
 def test_the_image_is_made_of_what_the_repository_has_and_the_build_needs() -> None:

@@ -121,7 +121,26 @@ def test_every_process_is_the_user_of_the_image_and_has_no_rights() -> None:
     for allowed in pods():
         assert f"{allowed['pod']['runAsUser']}:{allowed['pod']['runAsGroup']}" == user[0]
         assert allowed["pod"]["runAsNonRoot"]
-        assert allowed["container"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+        assert not allowed["container"]["allowPrivilegeEscalation"]
+        assert allowed["container"]["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_metrics_and_spark_write_to_tmp_alone() -> None:
+    for manifest in (METRICS, SPARK_MASTER, SPARK_WORKER):
+        spec = manifest["spec"]["template"]["spec"]
+        (container,) = spec["containers"]
+        assert container["securityContext"]["readOnlyRootFilesystem"]
+        assert container["volumeMounts"] == [{"name": "tmp", "mountPath": "/tmp"}]
+        assert spec["volumes"] == [{"name": "tmp", "emptyDir": {}}]
+
+
+def test_the_metrics_have_a_login_and_a_secret_of_their_own() -> None:
+    (container,) = METRICS["spec"]["template"]["spec"]["containers"]
+    variables = {each["name"]: each for each in container["env"]}
+    assert parse_dsn(variables["EVENTSQL_DSN"]["value"]).username == "metrics"
+    secret = variables["PGPASSWORD"]["valueFrom"]["secretKeyRef"]
+    readme = (REPOSITORY / "deploy" / "README.md").read_text(encoding="utf-8")
+    assert f"secret generic {secret['name']} --from-file={secret['key']}=" in readme
 
 
 def test_every_process_has_the_same_image_limits_of_memory_and_probes() -> None:
@@ -174,7 +193,8 @@ def test_every_process_has_the_database_and_its_password_from_the_secret() -> No
     database = VALUES["postgresql"]
     expected = (database["postgresqlHost"], str(database["service"]["port"]), database["postgresqlDatabase"])
     for process in (CODE, *STEPS):
-        assert password in process["env"]
+        # The metrics have a login of their own.
+        assert (password in process["env"]) != (process["name"] == "metrics")
         given = {each["name"]: each["value"] for each in process["env"] if "value" in each}
         assert given.keys() <= {DSN_VARIABLE, STORAGE_VARIABLE}
         for url in given.values():
