@@ -235,8 +235,8 @@ class ClusterConsumers:
         """Handle one batch of `partition`, or of each partition, in the caller's thread; gives the number of events.
 
         Skips partitions that another consumption has. With several shards, this consumes on each shard that is up;
-        `partition` is then the partition of this number on each. Raises `TopicNotFoundError`, `ConsumerNotFoundError` and
-        `PartitionOutOfRangeError`. An error of the handler is an attempt of its event, as in `start`, and is logged.
+        `partition` is then the partition of this number on each. Raises `TopicNotFoundError`, `ConsumerNotFoundError`
+        and `PartitionOutOfRangeError`. An error of the handler is an attempt of its event as in `start`, and is logged.
         """
         if self._cluster.lone is not None:
             return self._cluster.lone.consumers.consume_once(

@@ -290,7 +290,7 @@ class QueueConsumption(Running):
         away = False
         while calls and not away:
             settled = calls.popleft()
-            if (fault := self._fault(settled)) is not None:
+            if (fault := self._try_to_settle(settled)) is not None:
                 failed += settled
                 away = isinstance(fault, DatabaseUnavailableError)
         return [*chain.from_iterable(calls), *failed], away
@@ -305,7 +305,7 @@ class QueueConsumption(Running):
             self._outcomes.clear()
             return outcomes
 
-    def _fault(self, outcomes: list[Outcome]) -> BaseException | None:
+    def _try_to_settle(self, outcomes: list[Outcome]) -> BaseException | None:
         """Acknowledge events, or give a failed one back; gives the error if that fails: they stay with this process."""
         try:
             if outcomes[0].error is None:
