@@ -13,6 +13,10 @@ OBSERVE_SECONDS: Final = 0.05
 """The shortest time between two lists of the transactions that may have written to the buffer. A mark that is late
 costs only a step over dead index entries."""
 
+LEAST_MARKS: Final = 1_000
+"""The least number of marks before those of deleted topics are dropped. A look sends every mark. Measured with marks of
+10,000 topics that came and went: a look takes 30 ms instead of 0.3."""
+
 
 class LowWater:
     """The largest buffer id that is decided: no event with that id or a smaller one can appear any more.
@@ -41,6 +45,7 @@ class LowWater:
         self._writers: frozenset[str] | None = None
         self.marks: dict[str, int] = {}
         """The mark of each topic: no event with this buffer id or a smaller one is left, or can still appear."""
+        self._most_marks = LEAST_MARKS
 
     def look(self, connection: Connection, wanted: list[str] | None) -> tuple[int, list[str]]:
         """The newest buffer id that was given out, and the topics with buffered events, of `wanted` or of all."""
@@ -63,11 +68,19 @@ class LowWater:
         return newest, topics
 
     def _read(self, connection: Connection, wanted: list[str] | None) -> tuple[str, int, list[str]]:
+        if len(self.marks) > self._most_marks:
+            self._drop_marks_of_deleted_topics(connection)
         looked = {"marked": list(self.marks), "low_waters": list(self.marks.values()), "wanted": wanted}
         process, newest, topics, in_order = fetch_one(connection, self._queries("look"), looked)
         if not in_order:
             sequences.check(connection, self._schema, tables.event_buffer.name)
         return process, newest, topics
+
+    def _drop_marks_of_deleted_topics(self, connection: Connection) -> None:
+        present = connection.execute(self._queries("present_topics"), {"topics": list(self.marks)}).fetchall()
+        self.marks = {topic: self.marks[topic] for (topic,) in present}
+        # The next time, at least half of the marks have come since.
+        self._most_marks = max(LEAST_MARKS, 2 * len(self.marks))
 
     def _observe(self, newest: int, writers: frozenset[str]) -> None:
         if self._writers is not None:

@@ -550,6 +550,23 @@ def test_the_mark_follows_what_was_moved(platform: EventSQL, sessions: Sessions)
     assert marks(platform.shards[0].transfer) == {"orders": newest_id(sessions)}
 
 
+def test_a_look_sends_no_marks_of_topics_that_came_and_went(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(low_water, "LEAST_MARKS", 2)
+    sent = []
+    for number in range(12):
+        name = f"orders_{number}"
+        platform.registry.register_topic(Topic(name))
+        for topic in (name, "orders"):
+            platform.publisher.publish(Publication(topic, b""))
+        assert platform.transfer.run_once() == {name: 1, "orders": 1}
+        platform.registry.unregister_topic(name, force=True)
+        sent.append(len(marks(platform.shards[0].transfer)))
+    assert max(sent) <= 4
+    assert marks(platform.shards[0].transfer)["orders"] > 0
+
+
 def test_the_mark_stays_before_the_ids_of_a_transaction_that_is_open(platform: EventSQL, sessions: Sessions) -> None:
     platform.publisher.publish(order("before"))
     platform.transfer.run_once()

@@ -85,6 +85,9 @@ SELECT pg_backend_pid() || ' of the server of ' || pg_postmaster_start_time()
        (SELECT settings.cache_size = 1 AND settings.increment > 0 AND NOT settings.cycle_option
         FROM {schema}.event_buffer_eql_id_seq own CROSS JOIN LATERAL pg_sequence_parameters(own.tableoid) settings);
 
+-- present_topics -- Those of the topics that exist.
+SELECT eql_topic FROM {schema}.event_buffer_lock WHERE eql_topic = ANY (%(topics)s);
+
 -- writers -- The open transactions of other sessions that may have written to a table.
 SELECT l.virtualtransaction
 FROM pg_locks l
