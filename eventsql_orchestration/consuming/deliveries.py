@@ -29,6 +29,7 @@ from eventsql_orchestration.errors import ClaimLostError, DatabaseBusyError, Dat
 from eventsql_orchestration.model import Event, how_often
 from eventsql_orchestration.storage.erasing import FAILURE, copy_events, erased_meanwhile
 from eventsql_orchestration.storage.reading import BATCH_BYTES, LogReader, bytes_of
+from eventsql_orchestration.validation import counted
 
 logger = logger_of_errors(__name__)
 
@@ -426,8 +427,8 @@ class Deliveries:
                 raise psycopg.Rollback
         if buried:
             logger.error(
-                "%s gave event %d up after %d attempts, as a dead letter: %s",
-                self._where, delivery.event.id, attempts, FAILURE if erased else describe(error),
-                exc_info=None if erased else error,
+                "%s gave event %d up after %s, as a dead letter: %s",
+                self._where, delivery.event.id, counted(attempts, "attempt"),
+                FAILURE if erased else describe(error), exc_info=None if erased else error,
             )  # fmt: skip
         return buried

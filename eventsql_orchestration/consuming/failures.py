@@ -13,6 +13,7 @@ from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.model import Event, how_often
 from eventsql_orchestration.retry import doubled
 from eventsql_orchestration.storage.erasing import FAILURE, erased_meanwhile
+from eventsql_orchestration.validation import counted
 
 logger = logger_of_errors(__name__)
 
@@ -119,7 +120,7 @@ def _bury(
         return replace(failure, outcome=Failure.BLOCKED)
 
     logger.error(
-        "%s gave event %d up after %d attempts, as a dead letter: %s",
-        key, event.id, cause.attempts, failure.error, exc_info=shown,
+        "%s gave event %d up after %s, as a dead letter: %s",
+        key, event.id, counted(cause.attempts, "attempt"), failure.error, exc_info=shown,
     )  # fmt: skip
     return replace(failure, outcome=Failure.DEAD_LETTER)

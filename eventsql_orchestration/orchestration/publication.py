@@ -30,6 +30,7 @@ from eventsql_orchestration.spark import FORMAT, eventsql_error
 from eventsql_orchestration.storage.ranges import LogRanges
 from eventsql_orchestration.storage.ranges import Publication as LoggedPublication
 from eventsql_orchestration.storage.reading import LogReader
+from eventsql_orchestration.validation import counted
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +67,8 @@ class Published:
 
     def __str__(self) -> str:
         if self.repeated:
-            return f"run {self.run_id} had published the {self.events} events for topic {self.topic} before"
-        return f"published {self.events} events to topic {self.topic}"
+            return f"run {self.run_id} had published the {counted(self.events, 'event')} for topic {self.topic} before"
+        return f"published {counted(self.events, 'event')} to topic {self.topic}"
 
 
 def publish(

@@ -28,7 +28,7 @@ from eventsql_orchestration.store.change import RecordedChange, StoreCheckpoint
 from eventsql_orchestration.store.dead_letters import StoreDeadLetter, change_of, letters
 from eventsql_orchestration.store.order import Filters, GlobalOrder
 from eventsql_orchestration.threads import start_thread
-from eventsql_orchestration.validation import Duration, check_name, check_seconds, check_whole
+from eventsql_orchestration.validation import Duration, check_name, check_seconds, check_whole, counted
 
 logger = logger_of_errors(__name__)
 
@@ -260,8 +260,8 @@ class Subscription:
             connection.execute(self._queries("bury"), {**values, **of})
             self._advance(connection, locked, place, [])
         logger.error(
-            "subscription %s gave %s up after %d attempts: %s",
-            self.name, change.reference, attempts, failure, exc_info=error,
+            "subscription %s gave %s up after %s: %s",
+            self.name, change.reference, counted(attempts, "attempt"), failure, exc_info=error,
         )  # fmt: skip
         return Progress(more=True)
 
