@@ -54,7 +54,11 @@ def leftover_findings(shard: Shard) -> Iterator[Finding]:
 def consumer_findings(shard: Shard) -> Iterator[Finding]:
     topics = {topic.name for topic in shard.registry.topics()}
     states = shard.registry.consumers()
-    findings = [_failing(state, topics) for state in states if state.failing]
+    alike: dict[tuple[str, str, str | None], list[ConsumerState]] = {}
+    for state in states:
+        if state.failing:
+            alike.setdefault((state.topic, state.name, _failing(state, topics).remedy), []).append(state)
+    findings = [_failing(state, topics, more=len(others)) for state, *others in alike.values()]
     findings += [
         warning("consumers", f"{name} of topic {topic} is paused", advised("consumer resume", topic, name))
         for topic, name in dict.fromkeys((state.topic, state.name) for state in states if state.paused)
@@ -129,8 +133,11 @@ def dead_letter_findings(shard: Shard) -> Iterator[Finding]:
                 )
 
 
-def _failing(state: ConsumerState, topics: set[str]) -> Finding:
+def _failing(state: ConsumerState, topics: set[str], *, more: int = 0) -> Finding:
+    """The finding about a partition with a failing event, and `more` partitions of its consumer in the same case."""
     partition = "" if state.partition < 0 else f" partition {state.partition}"
+    if more:
+        partition += f" (and {more:,} more)"
     name = f"{state.name} of topic {state.topic}{partition}"
     resume = advised("consumer resume", state.topic, state.name)
     failed = tried(state)

@@ -269,6 +269,25 @@ def test_a_failed_event_that_nobody_tries_again_asks_for_the_process_after_ten_m
     assert ("start the process that runs it" in finding["remedy"]) is start
 
 
+@pytest.mark.usefixtures("java")
+def test_partitions_of_a_consumer_that_fail_alike_are_one_finding(run: Run, platform: EventSQL) -> None:
+    def refuse(_events: object, _connection: object) -> None:
+        raise ValueError("no such rider")
+
+    platform.registry.register_topic(Topic("rides", 4)).register_consumer(Consumer("rides", "sums", partitioned=True))
+    platform.publisher.publish_all(Publication("rides", b"", partition=partition) for partition in range(4))
+    platform.transfer.run_once()
+    platform.consumers.consume_once("rides", "sums", refuse)
+    (retrying,) = diagnose(run)[1]["consumers"]
+    assert "partition 0 (and 3 more) is retrying" in retrying["message"]
+
+    with platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.consumer SET eql_attempts = 5 WHERE eql_partition = 2")
+    states = {finding["status"]: finding["message"] for finding in diagnose(run)[1]["consumers"]}
+    assert "partition 0 (and 2 more) is retrying" in states["warning"]
+    assert "partition 2 is blocked" in states["problem"]
+
+
 def test_idle_consumers_are_looked_for_only_if_events_wait(
     consumer: str, platform: EventSQL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
