@@ -27,8 +27,7 @@ from eventsql_orchestration.publishing.two_phase_participant import TwoPhasePart
 from eventsql_orchestration.retry import Backoff
 from eventsql_orchestration.shards.shard_state import first_shard
 from eventsql_orchestration.spark import FORMAT, eventsql_error
-from eventsql_orchestration.storage.ranges import LogRanges
-from eventsql_orchestration.storage.ranges import Publication as LoggedPublication
+from eventsql_orchestration.storage.ranges import LoggedPublication, LogRanges
 from eventsql_orchestration.storage.reading import LogReader
 from eventsql_orchestration.validation import counted
 

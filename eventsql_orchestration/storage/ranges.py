@@ -46,7 +46,7 @@ class Publisher(NamedTuple):
     until: datetime
 
 
-class Publication(NamedTuple):
+class LoggedPublication(NamedTuple):
     """The events of a publication in the log: number, first and last offset, run."""
 
     events: int
@@ -119,11 +119,11 @@ class LogRanges:
     def publication(
         self, connection: Connection, topic: str, *, after: int, at: datetime, asset: str | None,
         run_partition: str | None, events: int,
-    ) -> Publication:  # fmt: skip
+    ) -> LoggedPublication:  # fmt: skip
         """The events after an offset that one transaction published at `at` for a Dagster asset, at most `events`."""
         values = {"after": after, "at": at, "asset": asset, "partition": run_partition, "events": events}
         query = self._queries.on(connection, "publication", topic)
-        return Publication(*fetch_one(connection, query, values, prepare=False))
+        return LoggedPublication(*fetch_one(connection, query, values, prepare=False))
 
     def _ends(self, connection: Connection, name: str, topic: str, **values: float) -> list[int]:
         rows = fetch_all(connection, self._queries.on(connection, name, topic), values, prepare=False)

@@ -26,7 +26,7 @@ class Adopted:
 
 
 @checked
-class Home:
+class StoreHome:
     """Knows whether the changes of a store are ordered by the transactions of this server.
 
     Each server counts its own transactions, so neither the order nor a checkpoint of a restored dump means anything

@@ -11,7 +11,7 @@ from psycopg import sql
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
 from eventsql_orchestration.store.change import StoreCheckpoint
-from eventsql_orchestration.store.home import Home
+from eventsql_orchestration.store.home import StoreHome
 
 COUNTED: Final = 100_000
 """How many waiting changes are counted at most."""
@@ -68,7 +68,7 @@ class SubscriptionLagReader:
 
     def __init__(self, database: Database) -> None:
         self._schema = database.schema
-        self._home = Home(database)
+        self._home = StoreHome(database)
         self._queries = Queries("subscriptions", database.schema)
 
     def is_allowed(self, connection: Connection) -> bool:

@@ -14,7 +14,7 @@ from eventsql_orchestration.database.rows import fetch_first
 from eventsql_orchestration.database.single_statement import RawRow, fetch_raw
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.store.change import RecordedChange, StoreCheckpoint
-from eventsql_orchestration.store.home import Home
+from eventsql_orchestration.store.home import StoreHome
 from eventsql_orchestration.validation import MAX_BIGINT, check_name, check_several
 
 Filters: TypeAlias = Mapping[str, list[str] | None]
@@ -40,7 +40,7 @@ class GlobalOrder:
     """Reads the changes of all aggregates in their order, on connections of the store's database."""
 
     def __init__(self, database: Database) -> None:
-        self.home = Home(database)
+        self.home = StoreHome(database)
         self._queries = Queries("store", database.schema)
 
     def read(
