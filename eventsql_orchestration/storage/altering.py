@@ -6,10 +6,9 @@ wait, and then find the views, which `log_form` describes. Nothing is rewritten.
 
 from __future__ import annotations
 
-import sqlalchemy
 from psycopg import sql
 
-from eventsql_orchestration.database import Connection, driver_connection, replaced_tables
+from eventsql_orchestration.database import Connection, replaced_tables
 from eventsql_orchestration.database.log_names import block_store, block_table, event_table, row_store
 from eventsql_orchestration.database.rows import fetch_one
 from eventsql_orchestration.model import BLOCKS, Storage, Topic
@@ -21,23 +20,22 @@ _BOTH = FORMS["both, new blocks"]
 """A log with both forms. The names of its tables do not depend on the form that new events get."""
 
 
-def change(connection: sqlalchemy.Connection, schema: str, topic: Topic, storage: Storage) -> bool:
+def change(connection: Connection, schema: str, topic: Topic, storage: Storage) -> bool:
     """Let new events of a log have the form `storage`; False if they have it already.
 
     Call it for a log with segments, while no program retains or erases its events. Raises `RegistryError` if an object,
     such as a view, depends on a table that gets another name, or if another table has a name that the log needs.
     """
-    driver, blocks = driver_connection(connection), storage == BLOCKS
-    form = log_form.form_in_transaction(driver, schema, topic.name)
+    form, blocks = log_form.form_in_transaction(connection, schema, topic.name), storage == BLOCKS
     if form.writes_blocks == blocks:
         return False
 
-    (namespace, name) = fetch_one(driver, LogQueries("segments", schema)("sequence", topic=topic.name))
+    (namespace, name) = fetch_one(connection, LogQueries("segments", schema)("sequence", topic=topic.name))
     if not form.both:
         _make_both(connection, schema, topic, form)
-    _write_to(driver, schema, topic.name, sql.Identifier(namespace, name), blocks=blocks)
-    simplify(driver, schema, topic.name, topic.partitions)
-    segments.ensure_ahead(driver, schema, topic.name)
+    _write_to(connection, schema, topic.name, sql.Identifier(namespace, name), blocks=blocks)
+    simplify(connection, schema, topic.name, topic.partitions)
+    segments.ensure_ahead(connection, schema, topic.name)
     return True
 
 
@@ -73,38 +71,38 @@ def simplify(connection: Connection, schema: str, topic: str, partitions: int) -
     return True
 
 
-def _make_both(connection: sqlalchemy.Connection, schema: str, topic: Topic, form: Form) -> None:
+def _make_both(connection: Connection, schema: str, topic: Topic, form: Form) -> None:
     """Give a log in rows or in blocks both forms. Its new events keep the form that they had."""
-    driver, name = driver_connection(connection), topic.name
+    name = topic.name
     stored = sql.Identifier(schema, block_table(name) if form.blocks else event_table(name))
     kept, added = (block_store(name), row_store(name)) if form.blocks else (row_store(name), block_store(name))
     if not form.blocks:
-        log_table.drop_left_view(driver, schema, name)
+        log_table.drop_left_view(connection, schema, name)
     for table in (kept, added) if form.blocks else (kept, added, block_table(name)):
-        log_table.check_free(driver, schema, table)
-    segments.check_dependents(driver, schema, name, stored, "another form")
+        log_table.check_free(connection, schema, table)
+    segments.check_dependents(connection, schema, name, stored, "another form")
 
     # From now on, only this version of the package writes to the log, so a log in rows needs no guard.
-    legacy_writer_trigger.release(driver, schema, name)
-    driver.execute(sql.SQL("ALTER TABLE {} RENAME TO {}").format(stored, sql.Identifier(kept)))
+    legacy_writer_trigger.release(connection, schema, name)
+    connection.execute(sql.SQL("ALTER TABLE {} RENAME TO {}").format(stored, sql.Identifier(kept)))
     if form.blocks:
-        log_table.event_log(name, partitioned=topic.partitioned, name=added).create(connection)
+        log_table.create_row_table(connection, schema, topic, added)
     else:
-        log_table.create_block_table(driver, schema, topic, added)
+        log_table.create_block_table(connection, schema, topic, added)
     new = sql.Identifier(schema, added)
-    own = fetch_one(driver, LogQueries("altering", schema)("own_sequence"), {"table": new.as_string(driver)})
-    driver.execute(sql.SQL("ALTER TABLE {} ALTER COLUMN eql_id DROP DEFAULT").format(new))
-    driver.execute(sql.SQL("DROP SEQUENCE {}").format(sql.Identifier(*own)))
+    own = fetch_one(connection, LogQueries("altering", schema)("own_sequence"), {"table": new.as_string(connection)})
+    connection.execute(sql.SQL("ALTER TABLE {} ALTER COLUMN eql_id DROP DEFAULT").format(new))
+    connection.execute(sql.SQL("DROP SEQUENCE {}").format(sql.Identifier(*own)))
 
     forms = LogQueries("forms", schema)
     for step in ("create_view_of_both", "create_view_of_blocks", *(() if form.blocks else ("refuse_rows",))):
-        driver.execute(forms(step, topic=name, form=_BOTH))
+        connection.execute(forms(step, topic=name, form=_BOTH))
     source = sql.Identifier(schema, kept)
     for target in (new, sql.Identifier(schema, event_table(name)), sql.Identifier(schema, block_table(name))):
-        segments.pass_on_owner(driver, schema, source, target)
+        segments.pass_on_owner(connection, schema, source, target)
     # From now on, reads of the log go to the view of its blocks.
     for target in (stored,) if form.blocks else (stored, sql.Identifier(schema, block_table(name))):
-        replaced_tables.grant_as_on(driver, source, target)
+        replaced_tables.grant_as_on(connection, source, target)
 
 
 def _write_to(connection: Connection, schema: str, topic: str, sequence: sql.Identifier, *, blocks: bool) -> None:

@@ -17,7 +17,7 @@ from psycopg import sql
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.migrations import definitions
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
-from eventsql_orchestration.storage.log_form import form_in_transaction, in_blocks, store, written
+from eventsql_orchestration.storage.log_form import form_in_transaction, in_blocks, store, written_table
 from eventsql_orchestration.storage.log_queries import LogQueries
 from eventsql_orchestration.storage.log_table import identifier
 
@@ -39,7 +39,7 @@ def stranded(database: Database, topic: str) -> list[Stranded]:
     """Events of a topic that no consumer will ever get, because the log was not guarded when they came."""
     queries = LogQueries("legacy_writers", database.schema)
     with database.connection() as connection:
-        log = written(connection, database.schema, topic).as_string(connection)
+        log = sql.Identifier(database.schema, written_table(connection, database.schema, topic)).as_string(connection)
         found = fetch_all(connection, queries("stranded", topic=topic), {"topic": topic}, prepare=False)
         known = fetch_first(connection, Queries("layouts", database.schema)("layouts"), {"topic": topic})
         if known is None and fetch_first(connection, queries("has_partition_index"), {"log": log}) == (True,):

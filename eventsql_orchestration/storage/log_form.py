@@ -16,7 +16,6 @@ import time
 from typing import Any, Final, NamedTuple
 
 import psycopg
-from psycopg import sql
 
 from eventsql_orchestration.database import Queries
 from eventsql_orchestration.database.log_names import block_store, block_table, event_table, row_store
@@ -124,11 +123,6 @@ def stored_table(connection: psycopg.Connection[Any], schema: str, topic: str) -
     return block_table(topic) if in_blocks(connection, schema, topic) else event_table(topic)
 
 
-def stored(connection: psycopg.Connection[Any], schema: str, topic: str) -> sql.Identifier:
-    """The relation to read a log from, to be composed into a statement of this room."""
-    return sql.Identifier(schema, stored_table(connection, schema, topic))
-
-
 def store(topic: str, form: Form, *, blocks: bool) -> str:
     """The name of the table that holds the rows or the blocks of a log in this form."""
     if form.both:
@@ -140,11 +134,6 @@ def written_table(connection: psycopg.Connection[Any], schema: str, topic: str) 
     """The name of the table that new events of a log enter. It has the log's sequence."""
     known = form(connection, schema, topic)
     return store(topic, known, blocks=known.writes_blocks)
-
-
-def written(connection: psycopg.Connection[Any], schema: str, topic: str) -> sql.Identifier:
-    """The table that new events of a log enter, to be composed into a statement of this room."""
-    return sql.Identifier(schema, written_table(connection, schema, topic))
 
 
 def tables(connection: psycopg.Connection[Any], schema: str, topic: str) -> list[str]:

@@ -1,59 +1,24 @@
-"""The table of a topic's log: its columns, its name in SQL, making and dropping it."""
+"""The table of a topic's log: its name in SQL, making and dropping it."""
 
 from __future__ import annotations
 
 from typing import Any, Final, NamedTuple
 
 import psycopg
-import sqlalchemy
 from psycopg import sql
-from sqlalchemy import (
-    BigInteger,
-    Column,
-    DateTime,
-    Index,
-    LargeBinary,
-    MetaData,
-    SmallInteger,
-    Table,
-    Text,
-    select,
-    text,
-)
-from sqlalchemy.dialects.postgresql import JSON
-from sqlalchemy.schema import DropTable
 
-from eventsql_orchestration.database import driver_connection, tables
+from eventsql_orchestration.database import tables
 from eventsql_orchestration.database.log_names import block_table, event_table
-from eventsql_orchestration.database.rows import fetch_all, fetch_first
+from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
 from eventsql_orchestration.errors import RegistryError
 from eventsql_orchestration.model import UNCOMPRESSED, Topic
 from eventsql_orchestration.storage import compressing, log_form
 from eventsql_orchestration.storage.log_queries import LogQueries
 
-_TIME: Final = DateTime(timezone=True)
-
-
-def event_log(topic: str, *, partitioned: bool, name: str | None = None) -> Table:
-    """The table of one topic's log, in a `MetaData` of its own; `segments.py` makes its segments.
-
-    It is called `{topic}_event`, or `name`.
-    """
-    table = Table(
-        name or event_table(topic),
-        MetaData(),
-        Column("eql_id", BigInteger, primary_key=True, autoincrement=True),
-        Column("eql_partition", SmallInteger, nullable=False),
-        Column("eql_key", Text),
-        Column("eql_value", LargeBinary, nullable=False),
-        Column("eql_buffered_at", _TIME, nullable=False),
-        Column("eql_created_at", _TIME, nullable=False, server_default=text("now()")),
-        Column("eql_metadata", JSON, nullable=False),
-        postgresql_partition_by="RANGE (eql_id)",
-    )
-    if partitioned:
-        Index(None, table.c.eql_partition, table.c.eql_id)
-    return table
+ROW_COLUMNS: Final = (
+    "eql_id", "eql_partition", "eql_key", "eql_value", "eql_buffered_at", "eql_created_at", "eql_metadata",
+)  # fmt: skip
+"""The columns of a log in rows."""
 
 
 def table_name(topic: str) -> str:
@@ -75,6 +40,12 @@ def exists(connection: psycopg.Connection[Any], schema: str, topic: str) -> bool
     """Whether a topic has a log."""
     log = {"name": identifier(schema, topic).as_string(connection)}
     return fetch_first(connection, LogQueries("forms", schema)("exists"), log) == (True,)
+
+
+def create_row_table(connection: psycopg.Connection[Any], schema: str, topic: Topic, table: str) -> None:
+    """Create the table of this name for the rows of a topic's log, without segments."""
+    for step in ("create_rows", "create_partition_index") if topic.partitioned else ("create_rows",):
+        connection.execute(LogQueries("forms", schema)(step, topic=topic.name, table=table))
 
 
 def create_blocks(connection: psycopg.Connection[Any], schema: str, topic: Topic) -> None:
@@ -138,23 +109,17 @@ def hold_log(connection: psycopg.Connection[Any], schema: str, topic: str) -> No
         connection.execute(sql.SQL("LOCK TABLE {} IN ACCESS EXCLUSIVE MODE").format(relations))
 
 
-def drop_log(connection: sqlalchemy.Connection, schema: str, topic: str, *, if_exists: bool = False) -> None:
+def drop_log(connection: psycopg.Connection[Any], schema: str, topic: str) -> None:
     """Drop a topic's log with its segments, in the caller's transaction."""
-    driver = driver_connection(connection)
-    form = log_form.form_now(driver, schema, topic)
-    if form.blocks:
-        queries = LogQueries("forms", schema)
-        steps = (
-            ("drop_view", "drop_view_of_blocks", "drop_rows", "drop_blocks")
-            if form.both
-            else ("drop_view", "drop_blocks")
-        )
-        for step in steps:
-            driver.execute(queries(step, topic=topic, form=form))
-    else:
-        drop_left_view(driver, schema, topic)
-        connection.execute(DropTable(event_log(topic, partitioned=False), if_exists=if_exists))
-    log_form.forget(driver, schema, topic)
+    form = log_form.form_now(connection, schema, topic)
+    steps: tuple[str, ...] = ("drop_view", "drop_blocks") if form.blocks else ("drop_rows",)
+    if form.both:
+        steps = ("drop_view", "drop_view_of_blocks", "drop_rows", "drop_blocks")
+    if not form.blocks:
+        drop_left_view(connection, schema, topic)
+    for step in steps:
+        connection.execute(LogQueries("forms", schema)(step, topic=topic, form=form))
+    log_form.forget(connection, schema, topic)
 
 
 def drop_left_view(connection: psycopg.Connection[Any], schema: str, topic: str) -> None:
@@ -173,14 +138,14 @@ def drop_left_view(connection: psycopg.Connection[Any], schema: str, topic: str)
         ) from error
 
 
-def holds_events(connection: sqlalchemy.Connection, topic: str) -> bool:
+def holds_events(connection: psycopg.Connection[Any], schema: str, topic: str) -> bool:
     """Whether a topic's log has an event."""
-    stored = select(event_log(topic, partitioned=False).c.eql_id).limit(1)
-    return connection.execute(stored).first() is not None
+    return fetch_one(connection, LogQueries("altering", schema)("holds_events", table=event_table(topic))) == (True,)
 
 
 def check_readable(connection: psycopg.Connection[Any], schema: str, topic: str) -> None:
     """Fail if the current role may not read a topic's log: otherwise row security would silently hide its consumers."""
-    queries, log = LogQueries("read", schema), {"log": log_form.stored(connection, schema, topic).as_string(connection)}
+    queries = LogQueries("read", schema)
+    log = {"log": sql.Identifier(schema, log_form.stored_table(connection, schema, topic)).as_string(connection)}
     if fetch_first(connection, queries("is_refused"), log) == (True,):
         connection.execute(queries.on(connection, "check_readable", topic))

@@ -6,9 +6,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+from psycopg import sql
+
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.rows import fetch_all, fetch_one
-from eventsql_orchestration.storage.log_form import stored
+from eventsql_orchestration.storage.log_form import stored_table
 from eventsql_orchestration.storage.log_queries import LogQueries
 
 COUNTED: Final = 10_000
@@ -56,7 +58,9 @@ class LogMetrics:
 
     def readable(self, connection: Connection, topics: Sequence[str]) -> list[str]:
         """The topics among `topics` whose logs exist and may be read by the current role."""
-        logs = [stored(connection, self._schema, topic).as_string(connection) for topic in topics]
+        logs = [
+            sql.Identifier(self._schema, stored_table(connection, self._schema, each)).as_string() for each in topics
+        ]
         rows = fetch_all(connection, self._queries("readable"), {"topics": list(topics), "logs": logs})
         return [topic for (topic,) in rows]
 

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from typing import Final
 
 import psycopg
-import sqlalchemy
 from psycopg import sql
 
-from eventsql_orchestration.database import Connection, Queries, driver_connection, replaced_tables, role_statements
+from eventsql_orchestration.database import Connection, Queries, replaced_tables, role_statements
 from eventsql_orchestration.database.log_names import block_table, event_table, holds_blocks
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
 from eventsql_orchestration.database.sessions import wait_at_most
@@ -25,7 +24,7 @@ from eventsql_orchestration.errors import RegistryError
 from eventsql_orchestration.model import BLOCKS, Topic
 from eventsql_orchestration.storage import legacy_writer_trigger, log_form, log_table, sequences
 from eventsql_orchestration.storage.log_queries import LogQueries
-from eventsql_orchestration.storage.log_table import event_log, identifier
+from eventsql_orchestration.storage.log_table import identifier
 
 SEGMENT_EVENTS: Final = 5_000_000
 """Ids of a segment: planning a read takes longer with each segment that it may touch. Dropping a segment takes 30
@@ -64,39 +63,35 @@ class Segment:
         return holds_blocks(self.log)
 
 
-def create_log(connection: sqlalchemy.Connection, schema: str, topic: Topic) -> None:
+def create_log(connection: Connection, schema: str, topic: Topic) -> None:
     """Create what a topic's log lacks: its table, indexes, first segments, and right settings of its sequence."""
-    driver = driver_connection(connection)
-    blocks = log_form.form_now(driver, schema, topic.name).blocks
-    if not blocks and topic.storage == BLOCKS and not log_table.exists(driver, schema, topic.name):
-        log_table.create_blocks(driver, schema, topic)
-        blocks = True
-    if not blocks:
-        _create_rows(connection, schema, topic)
-    sequences.settle(driver, schema, log_form.written_table(driver, schema, topic.name))
-    if segments(driver, schema, topic.name) == []:
-        ensure_ahead(driver, schema, topic.name)
+    if not log_form.form_now(connection, schema, topic.name).blocks:
+        if log_table.exists(connection, schema, topic.name):
+            _complete_rows(connection, schema, topic)
+        elif topic.storage == BLOCKS:
+            log_table.create_blocks(connection, schema, topic)
+        else:
+            log_table.create_row_table(connection, schema, topic, event_table(topic.name))
+    sequences.settle(connection, schema, log_form.written_table(connection, schema, topic.name))
+    if segments(connection, schema, topic.name) == []:
+        ensure_ahead(connection, schema, topic.name)
 
 
-def _create_rows(connection: sqlalchemy.Connection, schema: str, topic: Topic) -> None:
-    driver = driver_connection(connection)
-    log = event_log(topic.name, partitioned=topic.partitioned)
-    log.create(connection, checkfirst=True)
-    name = sql.Identifier(schema, log.name).as_string(driver)
-    has_columns = LogQueries("segments", schema)("has_columns")
-    if fetch_one(driver, has_columns, {"log": name, "columns": log.columns.keys()}) != (True,):
+def _complete_rows(connection: Connection, schema: str, topic: Topic) -> None:
+    """Create the index that a log in rows lacks. Raises `RegistryError` for a table that is no log."""
+    queries, log = LogQueries("segments", schema), identifier(schema, topic.name).as_string(connection)
+    columns = {"log": log, "columns": list(log_table.ROW_COLUMNS)}
+    if fetch_one(connection, queries("has_columns"), columns) != (True,):
         raise RegistryError(
-            f"there is a table {name} already, which is not a log: name the topic differently, or rename the table "
+            f"there is a table {log} already, which is not a log: name the topic differently, or rename the table "
             "if it is your own"
         )
-    for index in log.indexes:
-        # A table of EventSQL's Java library has no index for partitions. The topic's transfers wait while it is built.
-        columns = {"log": name, "columns": index.columns.keys()}
-        if driver.execute(LogQueries("segments", schema)("has_index"), columns).fetchone() == (True,):
-            continue
+    # A table of EventSQL's Java library has no index for partitions. The topic's transfers wait while it is built.
+    columns = {"log": log, "columns": ["eql_partition", "eql_id"]}
+    if topic.partitioned and fetch_one(connection, queries("has_index"), columns) != (True,):
         # A large table takes long, and this cannot be done in parts.
-        driver.execute("SET LOCAL statement_timeout TO 0")
-        index.create(connection)
+        connection.execute("SET LOCAL statement_timeout TO 0")
+        connection.execute(LogQueries("forms", schema)("create_partition_index", table=event_table(topic.name)))
 
 
 def segment_name(topic: str, start: int) -> str:
@@ -153,7 +148,7 @@ def roll(connection: Connection, schema: str, topic: str, segment: Segment) -> N
 def vacuum(connection: Connection, schema: str, topic: str) -> None:
     """Vacuum and analyze a log, on a connection in autocommit mode, as autovacuum does a while after writes."""
     for table in log_form.tables(connection, schema, topic):
-        connection.execute(LogQueries("segments", schema)("vacuum", table=table))
+        connection.execute(LogQueries("exchanging", schema)("vacuum_and_analyze", table=table))
 
 
 def adopt(connection: Connection, schema: str, topic: str, wanted: str = "a retention") -> None:

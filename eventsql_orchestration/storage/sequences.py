@@ -20,7 +20,7 @@ from eventsql_orchestration.database import Connection, Queries, tables
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
 from eventsql_orchestration.database.sessions import wait_at_most
 from eventsql_orchestration.errors import SequenceError
-from eventsql_orchestration.storage.log_form import form, stored_table, written, written_table
+from eventsql_orchestration.storage.log_form import form, stored_table, written_table
 from eventsql_orchestration.storage.log_queries import LogQueries
 
 logger = logging.getLogger(__name__)
@@ -146,11 +146,11 @@ class Ids:
 
         Returns whether the times of the log have time zones. Raises `SequenceError`.
         """
-        log = written(connection, self._schema, topic).as_string(connection)
+        table = written_table(connection, self._schema, topic)
+        log = sql.Identifier(self._schema, table).as_string(connection)
         query = self._queries.on(connection, "log_state", topic)
         zoned, sequence, last, highest = fetch_one(connection, query, {"topic": topic, "log": log}, prepare=False)
         # Check after the statement above, which finds out whether the topic was deleted.
-        table = written_table(connection, self._schema, topic)
         check(connection, self._schema, table)
         after = _end_of_other_form(connection, self._schema, topic)
         least = max(highest, after)

@@ -181,7 +181,7 @@ def has_events(connection: Connection, name: str) -> bool:
         .where(block.eql_topic == name, part.eql_published_at.is_(None))
         .limit(1)
     )
-    return log_table.holds_events(connection, name) or any(
+    return log_table.holds_events(driver_connection(connection), schema_of(connection), name) or any(
         connection.execute(found).first() is not None for found in (buffered, decided)
     )
 

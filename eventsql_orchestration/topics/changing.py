@@ -33,7 +33,7 @@ def change_storage(database: Database, name: str, storage: Storage, *, timeout: 
         with database.core() as connection:
             driver = driver_connection(connection)
             topic, has_roles = _take_log(connection, schema, name)
-            changed = altering.change(connection, schema, topic, storage)
+            changed = altering.change(driver, schema, topic, storage)
             if changed and has_roles:
                 role_statements.grant(driver, schema, [name])
         log_form.forget(driver, schema, name)

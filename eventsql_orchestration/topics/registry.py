@@ -135,7 +135,7 @@ class Registry:
             stored = replace(
                 topic, partitions=existing.partitions, storage=existing.storage, compression=existing.compression
             )
-            segments.create_log(connection, self._database.schema, stored)
+            segments.create_log(driver_connection(connection), self._database.schema, stored)
             if has_roles:
                 role_statements.grant(driver_connection(connection), self._database.schema, [topic.name])
             registration = topic_registration(before, existing_topic(connection, topic.name), topic)
@@ -175,7 +175,7 @@ class Registry:
             .where(_t.eql_name == topic.name)
             .values(eql_partitions=topic.partitions, eql_layout=_t.eql_layout + 1, eql_created_at=func.now())
         )
-        log_table.drop_log(connection, schema_of(connection), topic.name)
+        log_table.drop_log(driver_connection(connection), schema_of(connection), topic.name)
         return True
 
     def topics(self) -> list[Topic]:
@@ -271,7 +271,7 @@ class Registry:
                 driver.execute(Queries("blocks", schema)(statement), {"topic": name})
             # The trigger `topic_forgotten` deletes the topic's rows in all other tables.
             connection.execute(delete(tables.topic).where(_t.eql_name == name))
-            log_table.drop_log(connection, schema, name, if_exists=True)
+            log_table.drop_log(driver, schema, name)
             segment_drops.drop_leftovers(driver, schema, segment_drops.detached(driver, schema, name))
         self.forget(name)
 

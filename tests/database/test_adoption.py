@@ -243,7 +243,7 @@ def test_registering_what_is_there_adds_an_index_for_partitions_and_changes_noth
         adopted.registry.register_topic(Topic("account_created", 3))
         adopted.registry.register_consumer(Consumer("account_created", "mailer"))
     after = files_of(java)
-    assert set(after) - set(before) == {"ix_account_created_event_eql_partition"}
+    assert set(after) - set(before) == {"account_created_event_eql_partition_eql_id_idx"}
     assert before.items() <= after.items()
     assert adopted.registry.consumer("account_created", "mailer")[0].last_event_id == _OFFSET
     with pytest.raises(RedefinitionError):

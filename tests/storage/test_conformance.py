@@ -9,6 +9,7 @@ from itertools import groupby
 
 import psycopg
 import pytest
+from psycopg import sql
 
 from eventsql_orchestration import Event, EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection
@@ -164,7 +165,7 @@ def test_ids_are_drawn_with_the_look_at_a_topic_without_buffered_events(log: Log
 def test_ids_between_which_another_program_took_some_are_not_used(log: Log) -> None:
     log.fill(2)
     with log.session.transaction(force_rollback=True):
-        table = log_form.written(log.session, SCHEMA, TOPIC).as_string()
+        table = sql.Identifier(SCHEMA, log_form.written_table(log.session, SCHEMA, TOPIC)).as_string()
         # As if another program took every second id.
         row = log.session.execute("SELECT pg_get_serial_sequence(%s, 'eql_id')", [table]).fetchone()
         assert row is not None
@@ -325,11 +326,9 @@ def test_a_dropped_segment_takes_its_events_along_and_keeps_the_ids(log: Log) ->
 
 
 def test_a_log_says_whether_it_holds_events(log: Log) -> None:
-    with log.platform.database.core() as connection:
-        assert not log_table.holds_events(connection, TOPIC)
+    assert not log_table.holds_events(log.session, SCHEMA, TOPIC)
     log.fill(1)
-    with log.platform.database.core() as connection:
-        assert log_table.holds_events(connection, TOPIC)
+    assert log_table.holds_events(log.session, SCHEMA, TOPIC)
 
 
 def test_the_log_of_a_deleted_topic_is_missing(log: Log) -> None:

@@ -45,7 +45,7 @@ def named_in_python(text: str) -> list[str]:
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom)
         for name in node.names
-        if name.name in {"event_table", "event_log"}
+        if name.name == "event_table"
     ]
 
 

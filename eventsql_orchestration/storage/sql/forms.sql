@@ -42,6 +42,17 @@ SELECT {form};
 -- exists -- Whether there is a relation of this name.
 SELECT to_regclass(%(name)s) IS NOT NULL;
 
+-- create_rows -- The table of a log in rows.
+CREATE TABLE {schema}.{table} (
+    eql_id bigserial PRIMARY KEY,
+    eql_partition smallint NOT NULL,
+    eql_key text,
+    eql_value bytea NOT NULL,
+    eql_buffered_at timestamptz NOT NULL,
+    eql_created_at timestamptz NOT NULL DEFAULT now(),
+    eql_metadata json NOT NULL
+) PARTITION BY RANGE (eql_id);
+
 -- create_blocks -- The table of a log in blocks. A block has events of one partition; its id is its last event's.
 -- The arrays have an element for each event: keys, values, metadata, times of publication, places, times when it entered
 -- the log. NULL stands for no keys, no metadata, one time for all, and consecutive ids. A place is how far an id is
@@ -178,8 +189,8 @@ DROP VIEW {schema}.{event_table};
 -- drop_view_of_blocks -- Drop the view of the blocks of a log in both forms.
 DROP VIEW {schema}.{block_table};
 
--- drop_rows -- Drop the table of the rows of a log.
-DROP TABLE {schema}.{row_store};
+-- drop_rows -- Drop the table of the rows of a log, if it is there.
+DROP TABLE IF EXISTS {schema}.{row_store};
 
 -- drop_blocks -- Drop the table of the blocks of a log.
 DROP TABLE {schema}.{block_store};

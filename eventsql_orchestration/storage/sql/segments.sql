@@ -163,6 +163,3 @@ WHERE n.nspname = %(schema)s AND c.relkind = ANY (ARRAY['r', 'p', 'v']) AND NOT 
       ])
   )
 ORDER BY c.relkind DESC;
-
--- vacuum -- Vacuum and analyze a table of a log, as autovacuum does a while after writes.
-VACUUM (ANALYZE) {schema}.{table};
