@@ -12,7 +12,7 @@ import operator
 import threading
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
-from datetime import datetime
+from datetime import datetime, timedelta
 from itertools import chain, repeat
 from types import NoneType, UnionType
 from typing import Any, Final, Literal, TypeAlias, TypeVar, Union, Unpack, get_args, get_origin
@@ -251,6 +251,9 @@ def _union(name: str, options: tuple[Any, ...]) -> Rule:
         # The database checks connections, and `starting_at` checks a start.
         return _anything
     others = [each for each in options if each is not NoneType]
+    if {float, timedelta} <= set(others):
+        # A `Duration` among others. The rule of `float` takes a timedelta too.
+        others.remove(timedelta)
     if all(isinstance(each, type) and each not in (int, str, bytes, float, datetime) for each in others):
         check = _instance(name, functools.reduce(operator.or_, others)) if len(others) > 1 else rule(name, others[0])
     else:

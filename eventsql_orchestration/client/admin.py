@@ -35,6 +35,7 @@ from eventsql_orchestration.shards.two_phase_coordinator import TwoPhaseCoordina
 from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.topics.catalog import choose_partitions
 from eventsql_orchestration.topics.positions import AtOffset, Position
+from eventsql_orchestration.validation import Duration, check_seconds
 
 ABANDONED_SECONDS: Final = 5.0
 """Seconds until a repartitioning gives up a publication over several shards that is announced and not decided. The
@@ -197,7 +198,7 @@ class ClusterRepartitioner:
         self._cluster = cluster
         self._coordinator = TwoPhaseCoordinator(cluster.reachable)
 
-    def repartition(self, topic: str, partitions: int, *, timeout: float = RETRY_SECONDS) -> Repartitioning | None:
+    def repartition(self, topic: str, partitions: int, *, timeout: Duration = RETRY_SECONDS) -> Repartitioning | None:
         """Give a partitioned topic another number of partitions, more or fewer. None if it has that number already.
 
         Publishers and consumers go on meanwhile. The change takes effect at one offset of the log: events up to there
@@ -218,7 +219,7 @@ class ClusterRepartitioner:
             return self._cluster.lone.repartitioner.repartition(topic, partitions, timeout=timeout)
 
         # Wait before the first shard changes, and only if all shards are up.
-        await_finished = cache(lambda: self._await_finished(topic, timeout))
+        await_finished = cache(lambda: self._await_finished(topic, check_seconds("timeout", timeout, zero=True)))
 
         def change(shard: Shard) -> Repartitioning | None:
             await_finished()
@@ -349,7 +350,7 @@ class ClusterRetainer:
         found = self._cluster.each_up(lambda shard: shard.retention.held())
         return {topic: consumer for _, held in found for topic, consumer in held.items()}
 
-    def run(self, stop: threading.Event, *, every: float = RUN_SECONDS) -> None:
+    def run(self, stop: threading.Event, *, every: Duration = RUN_SECONDS) -> None:
         """Run once every `every` seconds until `stop` is set. Each shard has a thread, also a shard that joins."""
         running: dict[Shard, threading.Thread] = {}
         while not stop.is_set():

@@ -24,6 +24,7 @@ from eventsql_orchestration.publishing.placements import Placements
 from eventsql_orchestration.shards.cluster import Cluster
 from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.topics.registry import Registry
+from eventsql_orchestration.validation import Duration
 
 AnyCollector = TypeVar("AnyCollector", Collector, AsyncCollector)
 
@@ -133,7 +134,7 @@ class BufferedPublisher:
         return self._collectors.closed
 
     @checks_itself
-    def publish(self, publication: Publication, *, timeout: float | None = None) -> Acknowledgement:
+    def publish(self, publication: Publication, *, timeout: Duration | None = None) -> Acknowledgement:
         """Give one event. Its acknowledgement is done when the event is committed or has failed.
 
         Its `result` gives where the event is. If the buffer is full, this waits for room for at most `timeout` seconds.
@@ -159,7 +160,7 @@ class BufferedPublisher:
             except WrongShardError as error:
                 self._cluster.reconsider(error, [publication.topic], deadline)
 
-    def flush(self, *, timeout: float | None = None) -> None:
+    def flush(self, *, timeout: Duration | None = None) -> None:
         """Wait until every event that was given before is acknowledged, or has failed.
 
         Raises `DatabaseBusyError` if that takes longer than `timeout` seconds; the events are still on their way.
@@ -168,7 +169,7 @@ class BufferedPublisher:
         for each in self._collectors.all():
             each.flush(timeout=left())
 
-    def close(self, timeout: float | None = CLOSE_TIMEOUT) -> None:
+    def close(self, timeout: Duration | None = CLOSE_TIMEOUT) -> None:
         """Take no more events, and commit the events that were given.
 
         An event that is not committed after `timeout` seconds gets a `PublisherClosedError`, which says whether its
@@ -274,13 +275,13 @@ class AsyncPublisher:
         for each in self._collectors.all():
             await each.flush()
 
-    async def aclose(self, timeout: float | None = CLOSE_TIMEOUT) -> None:  # noqa: ASYNC109 - the rest is reported
+    async def aclose(self, timeout: Duration | None = CLOSE_TIMEOUT) -> None:  # noqa: ASYNC109 - the rest is reported
         """Take no more events, and commit the events that were given. See `BufferedPublisher.close`."""
         left = time_left(timeout)
         for each in self._collectors.close():
             await each.aclose(left())
 
-    def close(self, timeout: float | None = CLOSE_TIMEOUT) -> None:
+    def close(self, timeout: Duration | None = CLOSE_TIMEOUT) -> None:
         """As `aclose`, for code that is not a task. The calling thread waits, even if it runs the event loop."""
         left = time_left(timeout)
         for each in self._collectors.close():

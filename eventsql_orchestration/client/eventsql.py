@@ -38,7 +38,7 @@ from eventsql_orchestration.store.store import Store
 from eventsql_orchestration.threads import in_thread
 from eventsql_orchestration.topics.layouts import Layouts
 from eventsql_orchestration.topics.reader import Reader
-from eventsql_orchestration.validation import DEFAULT_SCHEMA
+from eventsql_orchestration.validation import DEFAULT_SCHEMA, Duration, check_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +72,16 @@ class EventSQL:
 
     def __init__(
         self, dsn: str, *more: str, schema: str = DEFAULT_SCHEMA, migrate: bool = True, transfer: bool = True,
-        straight: bool = True, on_shard_down: OnShardDown = "fail", shard_timeout: float = 10.0,
+        straight: bool = True, on_shard_down: OnShardDown = "fail", shard_timeout: Duration = 10.0,
     ) -> None:  # fmt: skip
         self._options: Any = {"schema": schema, "migrate": migrate, "transfer": transfer, "straight": straight}
         shards = [Shard(each, **self._options) for each in (dsn, *more)]
-        self._cluster = Cluster(shards, migrate=migrate, on_down=on_shard_down, timeout=shard_timeout)
+        self._cluster = Cluster(
+            shards,
+            migrate=migrate,
+            on_down=on_shard_down,
+            timeout=check_seconds("shard_timeout", shard_timeout, zero=True),
+        )
         self._barriers = Barriers(self._cluster)
         self.registry = ClusterRegistry(self._cluster, self._barriers)
         self.publisher = ClusterPublisher(self._cluster, self.registry)
@@ -284,7 +289,7 @@ class EventSQL:
 
     # Closing
 
-    def close(self, timeout: float = 10.0) -> bool:
+    def close(self, timeout: Duration = 10.0) -> bool:
         """Stop the consumers, workers, subscriptions and the transfer of this object and close its connections.
 
         This takes about `timeout` seconds at most. Consumers, workers and subscriptions may finish their current
@@ -292,6 +297,7 @@ class EventSQL:
         Published events are transferred as far as time allows. Whatever uses this object later gets `ClosedError`: see
         `open`.
         """
+        timeout = check_seconds("timeout", timeout, zero=True)
         deadline = time.monotonic() + timeout
         if self._store is not None:
             # Subscriptions finish while consumers do.

@@ -26,7 +26,7 @@ from eventsql_orchestration.topics.catalog import check_form, no_consumer
 from eventsql_orchestration.topics.positions import AtOffset, starting_at
 from eventsql_orchestration.topics.registration import Registration, merged
 from eventsql_orchestration.topics.registry import RETRY_SECONDS, ConsumerSettings, Registry
-from eventsql_orchestration.validation import advised
+from eventsql_orchestration.validation import Duration, advised
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ class ClusterRegistry:
         """
         self._cluster.fan_out(lambda shard: shard.registry.set_retention(name, retention))
 
-    def set_storage(self, name: str, storage: Storage, *, timeout: float = RETRY_SECONDS) -> bool:
+    def set_storage(self, name: str, storage: Storage, *, timeout: Duration = RETRY_SECONDS) -> bool:
         """Store the new events of a topic in `rows` or in `blocks`; False if nothing changes.
 
         Publishers and consumers go on. The present events stay in their form, until retention drops them: the change
@@ -153,7 +153,7 @@ class ClusterRegistry:
         done = self._cluster.fan_out(lambda shard: shard.registry.set_storage(name, storage, timeout=timeout))
         return any(done.values())
 
-    def set_compression(self, name: str, compression: Compression, *, timeout: float = RETRY_SECONDS) -> bool:
+    def set_compression(self, name: str, compression: Compression, *, timeout: Duration = RETRY_SECONDS) -> bool:
         """Compress the new blocks of a topic by `pglz` or `lz4`, or not at all (`none`); False if nothing changes.
 
         Publishers and consumers go on. The present blocks stay as they are; compaction applies the compression to the

@@ -50,7 +50,7 @@ from eventsql_orchestration.model import NOT_PARTITIONED, Event
 from eventsql_orchestration.storage.log_queries import LogQueries
 from eventsql_orchestration.storage.reading import LogReader
 from eventsql_orchestration.threads import start_thread
-from eventsql_orchestration.validation import check_batch, check_seconds
+from eventsql_orchestration.validation import Duration, check_batch, check_seconds
 
 __all__ = ["Claim", "Claims", "LastClaim", "NoClaim", "PartitionClaims"]
 
@@ -76,8 +76,8 @@ class Claims:
 
     def claim(
         self, topic: str, consumer: str, partition: int = NOT_PARTITIONED,
-        *, owner: str, min_events: int = 1, max_events: int = 10_000, max_wait: float = 10.0,
-        lease: float = 60.0, timeout: float = 10.0, isolate: bool = False, instead_of: Claim | None = None,
+        *, owner: str, min_events: int = 1, max_events: int = 10_000, max_wait: Duration = 10.0,
+        lease: Duration = 60.0, timeout: Duration = 10.0, isolate: bool = False, instead_of: Claim | None = None,
     ) -> Claim | NoClaim:  # fmt: skip
         """Claim the next `min_events` to `max_events` of a consumer partition for `owner`.
 
@@ -88,6 +88,9 @@ class Claims:
         Returns a `NoClaim` when another transaction has locked the partition, another owner leases it, it is paused or
         blocked, it waits for a retry or for other partitions, or too few events wait. Raises `ConsumerNotFoundError`.
         """
+        max_wait = check_seconds("max_wait", max_wait, zero=True)
+        lease = check_seconds("lease", lease, zero=False)
+        timeout = check_seconds("timeout", timeout, zero=True)
         check_batch(min_events, max_events)
         check_seconds("timeout", timeout, zero=False)
         wanted = ClaimRequest(
@@ -142,13 +145,14 @@ class Claims:
             rows = fetch_all(connection, query, own, prepare=False)
         return [PartitionClaims.of_row(row) for row in rows]
 
-    def adopt(self, claim_id: int, *, owner: str, lease: float = 60.0, previous: str | None = None) -> Claim:
+    def adopt(self, claim_id: int, *, owner: str, lease: Duration = 60.0, previous: str | None = None) -> Claim:
         """Take a claim over, for a run that starts or is retried. Its position is the current offset.
 
         The lease may have expired, but no other owner may have claimed the partition since. With `previous`, the claim
         is taken from that owner only. Raises `ClaimLostError`, and `DatabaseBusyError` while a transaction of the
         previous owner locks the partition.
         """
+        lease = check_seconds("lease", lease, zero=False)
         claim, state = self.get(claim_id)
         if state != "claimed":
             raise ClaimLostError(f"{claim} was {state} before")
@@ -171,12 +175,13 @@ class Claims:
             connection.execute(self._queries("lease"), parameters)
             return adopted
 
-    def renew(self, claim: Claim, *, lease: float = 60.0) -> None:
+    def renew(self, claim: Claim, *, lease: Duration = 60.0) -> None:
         """Extend a claim's lease to `lease` seconds from now.
 
         Raises `ClaimLostError`, and `DatabaseBusyError` while a transaction locks the partition: the owner's, or one
         that takes the claim over.
         """
+        lease = check_seconds("lease", lease, zero=False)
         with self._database.urgent() as connection, connection.transaction():
             # The owner may wait for the end of its heartbeat, and lock the partition in its own transaction.
             wait_at_most(connection, min(LOCK_TIMEOUT, lease / 3))
@@ -187,11 +192,12 @@ class Claims:
             raise ClaimLostError(f"{claim} is not {claim.owner}'s any more")
 
     @contextmanager
-    def heartbeat(self, claim: Claim, *, lease: float = 60.0) -> Iterator[threading.Event]:
+    def heartbeat(self, claim: Claim, *, lease: Duration = 60.0) -> Iterator[threading.Event]:
         """Renew the claim in a thread while the block runs. Yields an event that is set when the claim is lost.
 
         A claim that its owner has committed is not lost.
         """
+        lease = check_seconds("lease", lease, zero=False)
         stop, lost = threading.Event(), threading.Event()
 
         def beat() -> None:
@@ -344,7 +350,7 @@ class Claims:
             return failure
 
     def process(
-        self, claim: Claim, handler: BatchHandler, *, batch: int = 1_000, lease: float = 60.0,
+        self, claim: Claim, handler: BatchHandler, *, batch: int = 1_000, lease: Duration = 60.0,
         max_dead_letters: int | None = None,
     ) -> BatchResult:  # fmt: skip
         """Hand the rest of a claim to `handler(events, connection)`, `batch` events at a time, and commit it.
@@ -354,6 +360,7 @@ class Claims:
         events before it are committed, it is tried again later or blocks the partition, and the rest is released. The
         rest is also released after `max_dead_letters` dead letters. Raises `ClaimLostError`.
         """
+        lease = check_seconds("lease", lease, zero=False)
         check_handler(handler, "events", "connection")
         total, retry = BatchResult(0, claim.position), CommitRetry()
         while True:

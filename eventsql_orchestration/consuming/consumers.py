@@ -298,6 +298,7 @@ class Consumers:
         )
         return source.outcome(result)
 
-    def close(self, timeout: float = 10.0) -> bool:
+    def close(self, timeout: Duration = 10.0) -> bool:
         """Stop all that was started here, as `Consumption.stop`, within `timeout` seconds in all."""
+        timeout = check_seconds("timeout", timeout, zero=True)
         return stop_all(self.running.all(forget=True), time.monotonic() + timeout)

@@ -10,13 +10,14 @@ from typing import Protocol, Self, TypeVar
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.threads import others_alive
+from eventsql_orchestration.validation import Duration, check_seconds
 
 
 @checked
 class Running(ABC):
     """A running consumer of this process, or workers of a queue. It ends with `stop`, or with its `with` block."""
 
-    def stop(self, timeout: float = 10.0) -> bool:
+    def stop(self, timeout: Duration = 10.0) -> bool:
         """Finish the current batches and end.
 
         False if some batches still run after `timeout` seconds. They are then rolled back, and later writes by their
@@ -25,6 +26,7 @@ class Running(ABC):
         A handler may call this. The call then returns at once, and says whether the other batches have ended. The
         handler's own batch is finished, and no other batch begins.
         """
+        timeout = check_seconds("timeout", timeout, zero=True)
         return stop_all([self], time.monotonic() + timeout)
 
     @abstractmethod

@@ -27,6 +27,7 @@ from eventsql_orchestration.threads import after_commit
 from eventsql_orchestration.topics.catalog import consumer_states, find_topic, lock_registry
 from eventsql_orchestration.topics.layouts import layouts
 from eventsql_orchestration.topics.registry import Registry
+from eventsql_orchestration.validation import Duration, check_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -88,12 +89,13 @@ class Repartitioner:
         self._layouts = Queries("layouts", database.schema)
 
     def repartition(
-        self, topic: str, partitions: int, *, finish: Step = lambda: None, timeout: float = RETRY_SECONDS
+        self, topic: str, partitions: int, *, finish: Step = lambda: None, timeout: Duration = RETRY_SECONDS
     ) -> Repartitioning | None:
         """See `ClusterRepartitioner.repartition`.
 
         `finish` is called before each attempt, and finishes publications over several shards.
         """
+        timeout = check_seconds("timeout", timeout, zero=True)
         if partitions == NOT_PARTITIONED:
             raise ValidationError("a topic cannot lose its partitions while it has events: give a number of at least 1")
         Topic(topic, partitions)

@@ -31,6 +31,7 @@ from eventsql_orchestration.storage.segments import Segment
 from eventsql_orchestration.topics.catalog import lock_registry
 from eventsql_orchestration.topics.leftovers import Leftovers
 from eventsql_orchestration.topics.registry import Registry
+from eventsql_orchestration.validation import Duration, check_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -161,10 +162,11 @@ class Retainer:
             wait_at_most(connection, LOCK_SECONDS)
             yield connection
 
-    def run(self, stop: threading.Event, *, every: float = RUN_SECONDS) -> None:
+    def run(self, stop: threading.Event, *, every: Duration = RUN_SECONDS) -> None:
         """Drop due segments and compact logs every `every` seconds until `stop` is set. An error is logged, and the
         next run tries again.
         """
+        every = check_seconds("every", every, zero=False)
         steps: dict[str, Callable[[], object]] = {
             "old segments": self.run_once, "small blocks": self._compactor.run_once
         }  # fmt: skip

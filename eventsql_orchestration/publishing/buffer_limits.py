@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, TypedDict
 
-from eventsql_orchestration.validation import check_seconds, check_whole
+from eventsql_orchestration.validation import Duration, check_seconds, check_whole
 
 MAX_FLUSHES: Final = 1_000
 """Each flush has a thread, and a connection while it commits."""
@@ -16,7 +16,7 @@ class BufferOptions(TypedDict, total=False):
 
     max_events: int
     max_bytes: int
-    max_age: float
+    max_age: Duration
     flushes: int
     max_pending_events: int
     max_pending_bytes: int
@@ -38,7 +38,7 @@ class BufferLimits:
 
     max_events: int = 1_000
     max_bytes: int = 4 * 1024 * 1024
-    max_age: float = 0.01
+    max_age: Duration = 0.01
     flushes: int = 2
     max_pending_events: int = 3_000
     max_pending_bytes: int = 64 * 1024 * 1024

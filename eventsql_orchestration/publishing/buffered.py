@@ -18,7 +18,7 @@ from eventsql_orchestration.publishing.lanes import CLOSE_TIMEOUT, BatchPublishe
 from eventsql_orchestration.publishing.placements import Placements
 from eventsql_orchestration.threads import Wake
 from eventsql_orchestration.topics.registry import Registry
-from eventsql_orchestration.validation import check_seconds
+from eventsql_orchestration.validation import Duration, check_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -32,14 +32,13 @@ class Collector:
         self._lanes: Lanes[Acknowledgement] = Lanes(publisher, limits, _settle)
 
     @checks_itself
-    def publish(self, publication: Publication, *, timeout: float | None = None) -> Acknowledgement:
+    def publish(self, publication: Publication, *, timeout: Duration | None = None) -> Acknowledgement:
         """Give one event. Its acknowledgement is done when the event is committed or has failed."""
         check_publication(publication)
-        if timeout is not None:
-            timeout = check_seconds("timeout", timeout, zero=True)
+        seconds = None if timeout is None else check_seconds("timeout", timeout, zero=True)
         event = self._lanes.assign(publication, self._registry.cached_topic(publication.topic))
         acknowledgement = Acknowledgement()
-        self._lanes.put(event, acknowledgement, timeout=timeout)
+        self._lanes.put(event, acknowledgement, timeout=seconds)
         return acknowledgement
 
     def flush(self, *, timeout: float | None = None) -> None:
@@ -79,7 +78,7 @@ class Acknowledgement:
         """Whether the event is committed or has failed."""
         return self._outcome is not None
 
-    def result(self, timeout: float | None = None) -> Placement:
+    def result(self, timeout: Duration | None = None) -> Placement:
         """Wait until the event is committed; gives where it is.
 
         Raises its error, or `TimeoutError` after `timeout` seconds.
@@ -93,7 +92,7 @@ class Acknowledgement:
             # Break the cycle: the error's traceback refers to this frame, and this frame to the error.
             del outcome, self
 
-    def exception(self, timeout: float | None = None) -> Exception | None:
+    def exception(self, timeout: Duration | None = None) -> Exception | None:
         """Wait until it is done. Gives the event's error, or None if the event is committed.
 
         Raises `TimeoutError` after `timeout` seconds; the event is still on its way.
@@ -115,11 +114,10 @@ class Acknowledgement:
                     return
         self._call(callback)
 
-    def _await(self, timeout: float | None) -> Placements | Exception:
-        if timeout is not None:
-            timeout = check_seconds("timeout", timeout, zero=True)
+    def _await(self, timeout: Duration | None) -> Placements | Exception:
+        seconds = None if timeout is None else check_seconds("timeout", timeout, zero=True)
         while (outcome := self._outcome) is None:
-            self._wait(timeout)
+            self._wait(seconds)
         return outcome
 
     def _wait(self, timeout: float | None) -> None:

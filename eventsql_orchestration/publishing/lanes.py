@@ -32,6 +32,7 @@ from eventsql_orchestration.publishing import copy_format
 from eventsql_orchestration.publishing.buffer_limits import BufferLimits
 from eventsql_orchestration.publishing.placements import Placements
 from eventsql_orchestration.threads import start_thread
+from eventsql_orchestration.validation import Duration, check_seconds
 
 CLOSE_TIMEOUT: Final = 30.0
 """Seconds that closing waits for the commits under way and the commits still to come."""
@@ -57,9 +58,9 @@ Settle: TypeAlias = Callable[[Sequence[Acknowledged], Outcome], None]
 """Settles handles."""
 
 
-def time_left(timeout: float | None) -> Callable[[], float | None]:
+def time_left(timeout: Duration | None) -> Callable[[], float | None]:
     """Gives a function for the seconds that are left of `timeout`; None without a limit."""
-    deadline = None if timeout is None else time.monotonic() + timeout
+    deadline = None if timeout is None else time.monotonic() + check_seconds("timeout", timeout, zero=True)
     return lambda: None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
@@ -112,6 +113,7 @@ class Lanes(Generic[Acknowledged]):
     def __init__(self, publisher: BatchPublisher, limits: BufferLimits, settle: Settle[Acknowledged]) -> None:
         self._publisher = publisher
         self._limits = limits
+        self._max_age = check_seconds("max_age", limits.max_age, zero=True)
         self._settle = settle
         # If the buffer is full and nothing is being flushed, at least one lane has enough for a flush.
         self._flush_events = max(1, min(limits.max_events, limits.max_pending_events // limits.flushes))
@@ -295,7 +297,7 @@ class Lanes(Generic[Acknowledged]):
                     return False
                 lane.wake.wait()
                 continue
-            left = lane.oldest + self._limits.max_age - time.monotonic()
+            left = lane.oldest + self._max_age - time.monotonic()
             if (
                 left <= 0
                 or len(lane.waiting) >= self._flush_events

@@ -18,6 +18,7 @@ from eventsql_orchestration.errors import DatabaseError, EventSQLError, Permissi
 from eventsql_orchestration.publishing.log_writer import LogWriter, SmallerBatchError
 from eventsql_orchestration.storage.reading import MAX_OFFSET
 from eventsql_orchestration.threads import after_commit
+from eventsql_orchestration.validation import Duration, check_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ Announce: TypeAlias = Callable[[Iterable[str]], None]
 """A function that is called with topics whose consumers have something new to read."""
 
 
-Delay: TypeAlias = float | Callable[[], float]
+Delay: TypeAlias = Duration | Callable[[], float]
 """Seconds, or a function that gives them."""
 
 OnMoved: TypeAlias = Callable[[dict[str, int]], None]
@@ -107,6 +108,8 @@ class Transfer:
         that finds events, and while another transfer holds a topic.
         """
         wake = wake or stop
+        if not callable(polling_delay):
+            polling_delay = check_seconds("polling_delay", polling_delay, zero=False)
         woken = False
         delay = pause = FIRST_DELAY
         failed: dict[str, EventSQLError] = {}

@@ -29,7 +29,7 @@ from eventsql_orchestration.queue.message_queue import MessageQueue
 from eventsql_orchestration.queue.values import Message
 from eventsql_orchestration.retry import LONGEST_AWAY, doubled, pause_while_away
 from eventsql_orchestration.threads import join_all, start_thread
-from eventsql_orchestration.validation import check_seconds
+from eventsql_orchestration.validation import Duration, check_seconds
 
 logger = logger_of_errors(__name__)
 
@@ -124,7 +124,7 @@ class QueueWorkers(Running):
     def running(self) -> bool:
         return any(thread.is_alive() for thread in self._threads)
 
-    def stop(self, timeout: float = 30.0) -> bool:
+    def stop(self, timeout: Duration = 30.0) -> bool:
         """Let each worker finish its message and give back the others. Gives False if a handler takes longer.
 
         A handler that goes on after `timeout` seconds keeps its message, with heartbeats, until it ends. If a handler

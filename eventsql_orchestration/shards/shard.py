@@ -31,7 +31,7 @@ from eventsql_orchestration.threads import Wake, start_thread
 from eventsql_orchestration.topics.layouts import Layouts
 from eventsql_orchestration.topics.reader import Reader
 from eventsql_orchestration.topics.registry import Registry
-from eventsql_orchestration.validation import DEFAULT_SCHEMA
+from eventsql_orchestration.validation import DEFAULT_SCHEMA, Duration, check_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -185,12 +185,13 @@ class Shard:
         finally:
             unsubscribe()
 
-    def close(self, timeout: float = 10.0) -> bool:
+    def close(self, timeout: Duration = 10.0) -> bool:
         """Stop the consumers and the transfer of this object and close its connections, in about `timeout` seconds.
 
         Consumers may finish their current batches; gives False if some were rolled back. Published events are
         transferred as far as time allows.
         """
+        timeout = check_seconds("timeout", timeout, zero=True)
         deadline = time.monotonic() + timeout
         ended = self.consumers.close(timeout)
         with self._background_lock:

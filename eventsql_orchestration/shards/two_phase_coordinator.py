@@ -35,6 +35,7 @@ from eventsql_orchestration.publishing.two_phase_participant import (
     TwoPhaseParticipant,
 )
 from eventsql_orchestration.shards.shard import Shard
+from eventsql_orchestration.validation import Duration, check_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -73,13 +74,17 @@ class TwoPhaseCoordinator:
         """`shards` gives the shards that can be reached, by name."""
         self._shards = shards
 
-    def finish(self, *, timeout: float = _TIMEOUT, abandoned_after: float = ABANDONED_SECONDS) -> list[Unfinished]:
+    def finish(
+        self, *, timeout: Duration = _TIMEOUT, abandoned_after: Duration = ABANDONED_SECONDS
+    ) -> list[Unfinished]:
         """Publish every decided part; give up each undecided publication whose owner has ended.
 
         If the owner is still at work, the publication is given up `abandoned_after` seconds after its announcement.
         Gives the publications that could not be finished: a shard is missing, or another process is at work, after a
         wait of `timeout` seconds. Raises nothing for a shard that fails.
         """
+        timeout = check_seconds("timeout", timeout, zero=True)
+        abandoned_after = check_seconds("abandoned_after", abandoned_after, zero=True)
         shards = {name: TwoPhaseParticipant(platform.database) for name, platform in self._shards().items()}
         left: dict[uuid.UUID, Unfinished] = {}
         for name, parts in shards.items():

@@ -34,7 +34,14 @@ from eventsql_orchestration.store.order import GlobalOrder, filters
 from eventsql_orchestration.store.subscription import ChangeHandler, Subscription, SubscriptionOptions
 from eventsql_orchestration.store.subscription_rows import Start, delete, dismiss, move, register
 from eventsql_orchestration.threads import after_commit
-from eventsql_orchestration.validation import check_name, check_several, check_time, check_whole
+from eventsql_orchestration.validation import (
+    Duration,
+    check_name,
+    check_seconds,
+    check_several,
+    check_time,
+    check_whole,
+)
 
 _DEFAULT_OPTIONS: Final = SubscriptionOptions()
 
@@ -257,12 +264,13 @@ class Store:
         self._subscriptions.add(subscription)
         return subscription.start() if background else subscription
 
-    def close(self, timeout: float = 10.0) -> bool:
+    def close(self, timeout: Duration = 10.0) -> bool:
         """Stop the subscriptions that run in threads of this store, within `timeout` seconds.
 
         Each may finish its current transaction; gives False if one has not ended by then. `EventSQL.close` does this
         for its store. The store can be used afterwards.
         """
+        timeout = check_seconds("timeout", timeout, zero=True)
         deadline = time.monotonic() + timeout
         self._at_home = False
         subscriptions = self._subscriptions.all()

@@ -276,8 +276,9 @@ class Subscription:
                 self._thread = start_thread(f"subscription-{self.name}", self.run, self._stop)
         return self
 
-    def stop(self, timeout: float = 10.0) -> bool:
+    def stop(self, timeout: Duration = 10.0) -> bool:
         """Let the thread finish its transaction and end; False if it has not ended after `timeout` seconds."""
+        timeout = check_seconds("timeout", timeout, zero=True)
         self._stop.set()
         self._wake.set()
         thread = self._thread

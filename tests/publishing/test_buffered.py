@@ -494,10 +494,10 @@ def test_timeouts_may_be_lengths_of_time(opened: Open, hold: Hold) -> None:
     with hold():
         waiting = publisher.publish(order(b""))
         with pytest.raises(DatabaseBusyError):
-            publisher.publish(order(b""), timeout=moment)  # type: ignore[arg-type]  # as other methods take it
+            publisher.publish(order(b""), timeout=moment)
         for wait in (waiting.result, waiting.exception):
             with pytest.raises(TimeoutError):
-                wait(timeout=moment)  # type: ignore[arg-type]  # as other methods take it
+                wait(timeout=moment)
 
 
 def test_memory_is_bounded_however_many_threads_publish(platform: EventSQL, opened: Open, hold: Hold) -> None:
