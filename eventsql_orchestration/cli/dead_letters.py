@@ -16,6 +16,7 @@ from eventsql_orchestration.cli.parameters import (
     CONSUMER,
     POSITIVE,
     AsJson,
+    Moment,
     TopicName,
     argument,
     command,
@@ -43,6 +44,9 @@ _OFFSET: Final[dict[str, Any]] = {"type": POSITIVE, "metavar": "OFFSET"}
 _BACKFILL: Final = "Dead letters of this backfill. Without this option, dead letters of backfills are left out."
 
 
+_SINCE: Final = "Given up at this time or later (2026-05-01T12:00:00Z), or within a duration before now (2h, 7d)."
+
+
 class _Filter(TypedDict):
     """The options that choose dead letters."""
 
@@ -54,8 +58,8 @@ class _Filter(TypedDict):
     ids: Annotated[tuple[int, ...], option("At this offset; repeat it.", "--id", **_OFFSET)]
     first: Annotated[int | None, option("At this offset and after it.", "--from", **_OFFSET)]
     last: Annotated[int | None, option("Up to this offset.", "--to", **_OFFSET)]
-    since: Annotated[datetime | None, option("Given up at 2026-05-01T12:00:00Z or later.")]
-    until: Annotated[datetime | None, option("Given up before this time.")]
+    since: Annotated[datetime | None, option(_SINCE, type=Moment())]
+    until: Annotated[datetime | None, option("Given up before this time.", type=Moment())]
 
 
 def _letters(

@@ -10,7 +10,7 @@ import click
 
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.location import location_of
-from eventsql_orchestration.cli.parameters import DIRECTORY, FILE, Number, Whole, command, option
+from eventsql_orchestration.cli.parameters import DIRECTORY, FILE, Seconds, Whole, command, option
 from eventsql_orchestration.errors import MissingExtraError
 
 DAGSTER_PORT: Final = 3000
@@ -33,7 +33,7 @@ def dev(
     )],
     timeout: Annotated[float, option(
         "Limit of the start of Dagster or Airflow, of each job or DAG of the setup, and of the round of --once.",
-        default=600.0, type=Number(1.0), metavar="SECONDS",
+        default=600.0, type=Seconds(1.0), metavar="SECONDS",
     )],
     orders: Annotated[int | None, option(
         "Ride orders per round of the reference location's simulation  [default: 200].", type=Whole(1, 100_000)

@@ -36,7 +36,7 @@ from eventsql_orchestration.cli.doctor_database import (
 from eventsql_orchestration.cli.doctor_store import projection_findings, store_findings, view_findings
 from eventsql_orchestration.cli.findings import Finding, Status, ok, problem, warning
 from eventsql_orchestration.cli.output import redact, timestamp, write_json
-from eventsql_orchestration.cli.parameters import AsJson, Number, command, option
+from eventsql_orchestration.cli.parameters import AsJson, Seconds, command, option
 from eventsql_orchestration.cli.tables import Columns, picked, same, show_items
 from eventsql_orchestration.cli.topic_output import age
 from eventsql_orchestration.client.eventsql import EventSQL
@@ -71,7 +71,9 @@ def doctor(
     context: CliContext,
     stalled_after: Annotated[
         float,
-        option("How long an event may wait for its transfer.", type=Number(0, 86_400), default=10.0, metavar="SECONDS"),
+        option(
+            "How long an event may wait for its transfer.", type=Seconds(0, 86_400), default=10.0, metavar="SECONDS"
+        ),
     ],
     as_json: AsJson,
 ) -> None:

@@ -16,8 +16,8 @@ from eventsql_orchestration.cli.output import complain, say, stdout_is_terminal,
 from eventsql_orchestration.cli.parameters import (
     CONSUMER,
     AsJson,
-    Number,
     OptionalTopicName,
+    Seconds,
     command,
     leave_out,
     option,
@@ -69,7 +69,7 @@ def lag(
     ],
     watch: Annotated[bool, option("Refresh it until Ctrl-C.")],
     interval: Annotated[
-        float, option("How often --watch refreshes.", type=Number(0.1, 86_400), default=2.0, metavar="SECONDS")
+        float, option("How often --watch refreshes.", type=Seconds(0.1, 86_400), default=2.0, metavar="SECONDS")
     ],
     form: Annotated[str | None, option("How it is printed.", "--format", type=click.Choice(_FORMATS))],
     as_json: AsJson,

@@ -11,7 +11,7 @@ import click
 
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import say, write
-from eventsql_orchestration.cli.parameters import Number, Whole, command, option
+from eventsql_orchestration.cli.parameters import Seconds, Whole, command, option
 from eventsql_orchestration.errors import ConfigurationError, DatabaseError
 from eventsql_orchestration.signals import setting
 
@@ -34,7 +34,7 @@ def serve(
         str, option("The address to listen on; 0.0.0.0 for all of this machine.", default="127.0.0.1", metavar="HOST")
     ],
     interval: Annotated[
-        float, option("Read the database at most this often.", type=Number(1, 3_600), default=10.0, metavar="SECONDS")
+        float, option("Read the database at most this often.", type=Seconds(1, 3_600), default=10.0, metavar="SECONDS")
     ],
     partitions: Partitions,
 ) -> None:

@@ -166,6 +166,17 @@ class Duration(click.ParamType[timedelta]):
             self.fail(f"{value!r} is too long a duration", param, ctx)
 
 
+class Seconds(Number):
+    """A number of seconds within bounds, or a duration: `90`, `90s`, `1m30s`."""
+
+    name = "number of seconds or duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, str) and _LIKE_A_DURATION.fullmatch(value):
+            value = Duration().convert(value, param, ctx).total_seconds()
+        return super().convert(value, param, ctx)
+
+
 class Moment(click.ParamType[datetime]):
     """A time with its zone, or a duration before now."""
 

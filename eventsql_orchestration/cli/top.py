@@ -14,7 +14,7 @@ from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.lag import QUEUE_COLUMNS, SAMPLES, sparkline
 from eventsql_orchestration.cli.output import on_shard, stdout_is_terminal, write_json
-from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, Number, OptionalTopicName, command, option
+from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, OptionalTopicName, Seconds, command, option
 from eventsql_orchestration.cli.tables import Columns, partition_name, picked, same, show, table_of
 from eventsql_orchestration.cli.topic_output import size
 from eventsql_orchestration.consuming.lag_values import LagCause
@@ -61,7 +61,7 @@ def top(
     *,
     topic: OptionalTopicName,
     interval: Annotated[
-        float, option("Seconds between two refreshes.", type=Number(0.1, 3_600), default=2.0, metavar="SECONDS")
+        float, option("Seconds between two refreshes.", type=Seconds(0.1, 3_600), default=2.0, metavar="SECONDS")
     ],
     refreshes: Annotated[int | None, option("End after N refreshes.", "--count", type=POSITIVE)],
     as_json: AsJson,

@@ -10,7 +10,7 @@ from typing import Annotated, Final
 
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import say
-from eventsql_orchestration.cli.parameters import Number, command, leave_out, option
+from eventsql_orchestration.cli.parameters import Seconds, command, leave_out, option
 from eventsql_orchestration.signals import setting
 from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.validation import counted
@@ -46,7 +46,7 @@ def transfer(
         float,
         option(
             "Longest wait before the next look, when no events are left to move.",
-            type=Number(0.01, 86_400),
+            type=Seconds(0.01, 86_400),
             default=0.2,
             metavar="SECONDS",
         ),
