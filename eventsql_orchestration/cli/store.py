@@ -30,8 +30,8 @@ from eventsql_orchestration.cli.parameters import (
     option,
 )
 from eventsql_orchestration.cli.tables import Columns, same, show_list
-from eventsql_orchestration.errors import EventSQLError
-from eventsql_orchestration.validation import check_name, counted
+from eventsql_orchestration.errors import EventSQLError, ValidationError
+from eventsql_orchestration.validation import check_name, counted, shown
 
 if TYPE_CHECKING:
     from eventsql_orchestration.client.eventsql import EventSQL
@@ -236,7 +236,10 @@ def replay(
     execute: Annotated[bool, executing("Move it")],
 ) -> None:
     """Move SUBSCRIPTION to another place: its handler gets the changes after that place again."""
-    place: Any = start if start in ("beginning", "now") else lazy.StoreCheckpoint.parse(start)
+    try:
+        place: Any = start if start in ("beginning", "now") else lazy.StoreCheckpoint.parse(start)
+    except ValidationError:
+        raise click.UsageError(f"--from is beginning, now or a checkpoint, not {shown(start)}") from None
     with context.platform() as platform:
         found = next((each for each in platform.store.subscriptions() if each.name == subscription), None)
         if found is None:
