@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from eventsql_orchestration.airflow.api import running_airflow
     from eventsql_orchestration.airflow.backfills import AirflowRuns
     from eventsql_orchestration.airflow.trace import ServedDagRuns
+    from eventsql_orchestration.capture.captures import Captures
     from eventsql_orchestration.capture.values import drop_command
     from eventsql_orchestration.cli.dagster_here import dagster_launcher, dagster_runs, local_dagster
     from eventsql_orchestration.cli.failures import message_of
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
     from eventsql_orchestration.views import Views
 
 __all__ = [
-    "LOG", "SETTINGS_FILE", "STORE", "AirflowRuns", "BarColumn", "Change", "Console", "EmbeddedPostgres", "EventSQL",
-    "FiguresReader", "Group", "Live", "Progress", "Queries", "ServedDagRuns", "Settings", "SpinnerColumn",
+    "LOG", "SETTINGS_FILE", "STORE", "AirflowRuns", "BarColumn", "Captures", "Change", "Console", "EmbeddedPostgres",
+    "EventSQL", "FiguresReader", "Group", "Live", "Progress", "Queries", "ServedDagRuns", "Settings", "SpinnerColumn",
     "Store", "StoreCheckpoint", "Table", "Text", "TimeElapsedColumn", "TimeRemainingColumn", "Views",
     "choose_partitions", "connect", "dagster_launcher", "dagster_runs", "default_storage", "drop_command",
     "local_dagster", "message_of", "not_found", "offset_of", "queue_lags", "running_airflow",
@@ -61,6 +62,7 @@ __getattr__ = on_first_use(
         f"{_PACKAGE}.airflow.api": ("running_airflow",),
         f"{_PACKAGE}.airflow.backfills": ("AirflowRuns",),
         f"{_PACKAGE}.airflow.trace": ("ServedDagRuns",),
+        f"{_PACKAGE}.capture.captures": ("Captures",),
         f"{_PACKAGE}.capture.values": ("drop_command",),
         f"{_PACKAGE}.cli.dagster_here": ("dagster_launcher", "dagster_runs", "local_dagster"),
         f"{_PACKAGE}.cli.failures": ("message_of",),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict, Unpack
 
 import click
 
+from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import say, say_plan, write_json
 from eventsql_orchestration.cli.parameters import (
@@ -35,9 +36,11 @@ from eventsql_orchestration.model import (
     Topic,
     check_partitions,
 )
+from eventsql_orchestration.topics.side_consumers import backfill_of
 from eventsql_orchestration.validation import counted
 
 if TYPE_CHECKING:
+    from eventsql_orchestration.capture import Capture
     from eventsql_orchestration.client.eventsql import EventSQL
 
 
@@ -260,14 +263,22 @@ def delete(
             platform.registry.unregister_topic(topic, force=force)
             say(f"topic {topic!r} deleted")
             return
-        found = statistics(platform, [topic])
-        consumers = ", ".join(sorted({state.name for state in platform.registry.consumers(topic)}))
-    events = sum(each.events + each.buffered for each in found)
-    say_plan(
-        f"topic {topic!r} would be deleted with about {counted(events, 'event')}, and with "
-        + (f"its consumers {consumers}" if consumers else "no consumer"),
-        "--execute --force" if events or consumers else "--execute",
-    )
+        events = sum(each.events + each.buffered for each in statistics(platform, [topic]))
+        names = {state.name for state in platform.registry.consumers(topic)}
+        captured = {each.table for each in _captures(platform) if each.topic == topic}
+    # The windows of backfills are consumers of many names.
+    held = [
+        f"about {counted(events, 'event')}",
+        *(f"consumer {name!r}" for name in sorted(names) if backfill_of(name) is None),
+        *(f"the capture of table {table}" for table in sorted(captured)),
+    ]
+    needed = "--execute --force" if events or names or captured else "--execute"
+    say_plan(f"topic {topic!r} would be deleted with {', '.join(held)}", needed)
+
+
+def _captures(platform: EventSQL) -> list[Capture]:
+    shards = [shard for shard in platform.members() if shard.down is None]
+    return [each for shard in shards for each in lazy.Captures(shard).list()]
 
 
 for _command in (erase, erasures, compact, retain):

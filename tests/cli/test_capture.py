@@ -35,6 +35,8 @@ def test_the_list_names_triggers_that_a_deleted_topic_has_left(
     session.execute("CREATE TABLE orders (id integer PRIMARY KEY)")
     platform.registry.register_topic(Topic("changes"))
     assert run("capture", "create", "orders", "changes", "--no-snapshot").exit_code == 0
+    planned = run("topic", "delete", "changes").stderr
+    assert "the capture of table public.orders; run it again with --execute --force" in planned
     assert run("topic", "delete", "changes", "--execute").exit_code == 1
     assert run("topic", "delete", "changes", "--execute", "--force").exit_code == 0
     assert "eventsql capture drop public.orders changes" in run("capture", "list").output

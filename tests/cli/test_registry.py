@@ -103,6 +103,14 @@ def test_a_topic_is_described_with_its_partitions_and_consumers(run: Run, platfo
 
 def test_a_topic_with_events_is_deleted_by_force_only(run: Run, platform: EventSQL, topic: str) -> None:
     platform.publisher.publish(Publication(topic, b"1"))
+    platform.registry.register_consumer(Consumer(topic, "mailer"))
+    platform.transfer.run_once()
+    planned = run("topic", "delete", topic)
+    assert planned.stderr == (
+        f"eventsql: a plan, nothing is done: topic {topic!r} would be deleted with about 1 event, consumer 'mailer'; "
+        "run it again with --execute --force\n"
+    )
+    platform.registry.unregister_consumer(topic, "mailer")
     refused = run("topic", "delete", topic, "--execute")
     assert refused.exit_code == 1
     assert "it has events" in refused.stderr
