@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -29,7 +30,7 @@ from eventsql_orchestration.errors import (
 )
 from tests.conftest import Administrator
 from tests.effects import effects, make_table, write
-from tests.forms import ids_in, reading, stored
+from tests.forms import change_time, ids_in, reading, stored
 from tests.waiting import PATIENCE
 
 if TYPE_CHECKING:
@@ -144,6 +145,14 @@ def test_too_few_events_wait_until_the_oldest_has_waited_long_enough(platform: E
             f"UPDATE eventsql.{stored('orders')} SET eql_created_at = now() - interval '1 hour' "
             "WHERE eql_id = 1".encode()
         )
+    assert claim(platform, min_events=3, max_wait=3_600.0).events == 2
+
+
+def test_events_from_before_the_clock_went_back_do_not_wait_until_it_is_there_again(platform: EventSQL) -> None:
+    fill(platform, 2)
+    with platform.database.connection() as connection:
+        for event in (1, 2):
+            change_time(connection, "orders", event, datetime.now(UTC) + timedelta(hours=2))
     assert claim(platform, min_events=3, max_wait=3_600.0).events == 2
 
 

@@ -633,6 +633,19 @@ def test_too_few_events_are_handed_over_when_they_have_waited_long_enough_though
     assert [len(batch) for batch in seen.batches] == [3]
 
 
+def test_too_few_events_from_before_the_clock_went_back_are_handed_over_at_once(
+    platform: EventSQL, until: Until
+) -> None:
+    ids = fill(platform, 2, "payments")
+    with platform.database.connection() as connection:
+        change_time(connection, "payments", ids[0], datetime.now(UTC) + timedelta(hours=2))
+    seen = Seen()
+    with platform.shards[0].consumers.start_batch(
+        "payments", "mailer", seen, min_events=5, polling_delay=NEVER, max_polling_delay=3_600.0
+    ):
+        until(lambda: seen.ids == ids)
+
+
 def test_too_few_events_cause_looks_but_no_polls(platform: EventSQL, until: Until) -> None:
     with platform.shards[0].consumers.start_batch(
         "payments", "mailer", Seen(), min_events=50, polling_delay=NEVER, max_polling_delay=NEVER
