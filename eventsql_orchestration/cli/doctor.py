@@ -38,7 +38,6 @@ from eventsql_orchestration.cli.findings import Finding, Status, ok, problem, wa
 from eventsql_orchestration.cli.output import redact, timestamp, write_json
 from eventsql_orchestration.cli.parameters import AsJson, Seconds, command, option
 from eventsql_orchestration.cli.tables import Columns, picked, same, show_items
-from eventsql_orchestration.cli.topic_output import age
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.database import Queries
 from eventsql_orchestration.database.translation import MORE_CONNECTIONS, has_no_slot
@@ -50,6 +49,7 @@ from eventsql_orchestration.errors import (
     PermissionDeniedError,
     ShardsDifferError,
 )
+from eventsql_orchestration.orchestration.words import age
 from eventsql_orchestration.queue.lag import queue_lags
 from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.spark.java import find_java

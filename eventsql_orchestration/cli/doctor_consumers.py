@@ -7,12 +7,12 @@ from datetime import UTC, datetime, timedelta
 from typing import Final
 
 from eventsql_orchestration.cli.findings import Finding, ok, problem, warning
-from eventsql_orchestration.cli.topic_output import age
 from eventsql_orchestration.consumer import ConsumerState
 from eventsql_orchestration.consuming.dead_letter_values import refused, tried
 from eventsql_orchestration.consuming.deliveries import unattended
 from eventsql_orchestration.consuming.lag_values import ConsumerLag, LagCause
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX
+from eventsql_orchestration.orchestration.words import age
 from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.storage.metrics import COUNTED, LogMetrics
 from eventsql_orchestration.topics.leftovers import Leftovers

@@ -10,13 +10,13 @@ import psycopg
 from psycopg import sql
 
 from eventsql_orchestration.cli.findings import Finding, ok, problem, warning
-from eventsql_orchestration.cli.topic_output import age
 from eventsql_orchestration.database import Database, Queries, driver_connection, migrations
 from eventsql_orchestration.database.queries import statement
 from eventsql_orchestration.database.roles import Roles
 from eventsql_orchestration.database.rows import fetch_all
 from eventsql_orchestration.database.sessions import connect
 from eventsql_orchestration.database.urls import each_server
+from eventsql_orchestration.orchestration.words import age
 from eventsql_orchestration.validation import counted
 
 _OLDEST_SERVER: Final = 14

@@ -11,10 +11,10 @@ from datetime import UTC, datetime
 from eventsql_orchestration.cli.doctor_consumers import IDLE
 from eventsql_orchestration.cli.findings import Finding, problem, warning
 from eventsql_orchestration.cli.output import timestamp
-from eventsql_orchestration.cli.topic_output import age
 from eventsql_orchestration.database import Queries
 from eventsql_orchestration.database.rows import query_all
 from eventsql_orchestration.errors import RestoredStoreError
+from eventsql_orchestration.orchestration.words import age
 from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.storage import sequences
 from eventsql_orchestration.store.store import Store

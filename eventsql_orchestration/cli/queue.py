@@ -28,9 +28,9 @@ from eventsql_orchestration.cli.parameters import (
 )
 from eventsql_orchestration.cli.queue_work import check_command, work_off
 from eventsql_orchestration.cli.tables import Columns, same, show_fields, show_list
-from eventsql_orchestration.cli.topic_output import age
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.errors import EventSQLError, PartlySentError, QueueNotFoundError
+from eventsql_orchestration.orchestration.words import age
 from eventsql_orchestration.queue import (
     ArchivedMessage,
     Message,

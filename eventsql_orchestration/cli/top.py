@@ -16,9 +16,9 @@ from eventsql_orchestration.cli.lag import QUEUE_COLUMNS, SAMPLES, sparkline
 from eventsql_orchestration.cli.output import on_shard, stdout_is_terminal, write_json
 from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, OptionalTopicName, Seconds, command, option
 from eventsql_orchestration.cli.tables import Columns, partition_name, picked, same, show, table_of
-from eventsql_orchestration.cli.topic_output import size
 from eventsql_orchestration.consuming.lag_values import LagCause
 from eventsql_orchestration.errors import DatabaseUnavailableError
+from eventsql_orchestration.orchestration.words import size
 from eventsql_orchestration.validation import counted
 
 if TYPE_CHECKING:

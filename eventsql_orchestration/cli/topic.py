@@ -22,7 +22,7 @@ from eventsql_orchestration.cli.parameters import (
     option,
 )
 from eventsql_orchestration.cli.tables import Columns, show_list, without
-from eventsql_orchestration.cli.topic_output import STATISTICS, TOPIC, description, form, kept, statistics
+from eventsql_orchestration.cli.topic_output import STATISTICS, TOPIC, description, form, statistics
 from eventsql_orchestration.cli.topic_upkeep import compact, erase, erasures, retain
 from eventsql_orchestration.errors import TopicNotFoundError
 from eventsql_orchestration.model import (
@@ -36,6 +36,7 @@ from eventsql_orchestration.model import (
     Topic,
     check_partitions,
 )
+from eventsql_orchestration.orchestration.words import kept
 from eventsql_orchestration.topics.side_consumers import backfill_of
 from eventsql_orchestration.validation import counted
 
@@ -217,7 +218,7 @@ def list_topics(context: CliContext, as_json: AsJson) -> None:
         topics = platform.registry.topics()
     table: Columns = {
         "topic": "name", "partitions": lambda each: each.partitions if each.partitioned else None,
-        "created": "created_at", "kept": kept,
+        "created": "created_at", "kept": lambda each: kept(each.retention),
     }  # fmt: skip
     context.show_items(topics, as_json=as_json, json=TOPIC, table=table)
 

@@ -14,7 +14,8 @@ from eventsql_orchestration.cli.output import complain, say
 from eventsql_orchestration.cli.tables import Column, Columns, partition_of, same, show_fields, show_items
 from eventsql_orchestration.consuming.lag_values import ConsumerLag
 from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError
-from eventsql_orchestration.model import BLOCKS, NOT_PARTITIONED, Retention, Topic
+from eventsql_orchestration.model import BLOCKS, NOT_PARTITIONED, Topic
+from eventsql_orchestration.orchestration.words import age, kept, size
 from eventsql_orchestration.sharding import HELD
 from eventsql_orchestration.topics.positions import Back, Earliest
 from eventsql_orchestration.validation import counted
@@ -33,37 +34,8 @@ def form(topic: Topic) -> str:
     if topic.storage not in {None, lazy.default_storage(topic.name)}:
         words.append(f"in {topic.storage}")
     if topic.retention is not None:
-        words.append(f"kept: {kept(topic)}")
+        words.append(f"kept: {kept(topic.retention)}")
     return ", ".join(words)
-
-
-def kept(topic: Topic) -> str:
-    """The part of a topic that retention keeps, for people."""
-    bounds = topic.retention or Retention()
-    texts = [] if bounds.seconds is None else [age(bounds.seconds)]
-    if bounds.bytes is not None:
-        texts.append(size(bounds.bytes))
-    if bounds.events is not None:
-        texts.append(counted(bounds.events, "event"))
-    return ", ".join(texts) or "for ever"
-
-
-def age(seconds: float) -> str:
-    parts, left = [], seconds
-    for length, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
-        whole, left = divmod(left, length)
-        if whole:
-            parts.append(f"{whole:,.0f} {unit}")
-    return " ".join([*parts, f"{left:g} s"] if left or not parts else parts)
-
-
-def size(number: int) -> str:
-    """A number of bytes, for people."""
-    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if number >= 2**power:
-            # Round a number that is not whole in this unit.
-            return f"{number / 2**power:,.4g} {unit}"
-    return counted(number, "byte")
 
 
 TOPIC: Final[Columns] = {
@@ -160,7 +132,7 @@ class Description:
         if found.storage == BLOCKS:
             lacking = "" if self.compresses else ", which this server does not have"
             fields["compression"] = f"{found.compression}{lacking}"
-        kept_since = {"created": found.created_at, "kept": kept(found)}
+        kept_since = {"created": found.created_at, "kept": kept(found.retention)}
         show_fields({**fields, **kept_since, "dead letters": self.dead_letters})
         show_items(self.logs, {**same("shard"), "partition": partition_of, **same("events"), "newest offset": "end"})
         if self.layouts:

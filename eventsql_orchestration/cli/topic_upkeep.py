@@ -22,8 +22,8 @@ from eventsql_orchestration.cli.parameters import (
     option,
 )
 from eventsql_orchestration.cli.tables import Columns, picked, same, show_fields, show_list
-from eventsql_orchestration.cli.topic_output import size
 from eventsql_orchestration.errors import InputError
+from eventsql_orchestration.orchestration.words import size
 from eventsql_orchestration.validation import counted
 
 

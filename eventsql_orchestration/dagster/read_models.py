@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from typing import Any, Final
 
 import dagster as dg
 
 from eventsql_orchestration.dagster.topics import Dependencies
+from eventsql_orchestration.orchestration.words import age
 from eventsql_orchestration.store import Projection
 from eventsql_orchestration.store.projection_definition import subscription_of
 from eventsql_orchestration.validation import check_name
@@ -94,22 +94,17 @@ def view_asset(
     `deps` are the view's sources: the asset of the consumer that writes to the view, or, if a service writes to it, the
     asset of the topic.
     """
-    retention = "for ever" if definition.retention is None else _in_words(definition.retention)
+    retention = "for ever" if definition.retention is None else age(definition.retention.total_seconds())
     # Durations are floats.
     described = {
-        name: _in_words(timedelta(seconds=value)) if isinstance(value, float) else value
-        for name, value in definition.described().items()
+        name: age(value) if isinstance(value, float) else value for name, value in definition.described().items()
     }
     return dg.AssetSpec(
         view_key(definition), deps=list(deps),
         description=description or f"{definition.kind.capitalize()} {definition.name}.",
         metadata={
-            "table": definition.table, "retention": retention, "period": _in_words(definition.period),
+            "table": definition.table, "retention": retention, "period": age(definition.period.total_seconds()),
             "form": dg.MetadataValue.json(described), **(metadata or {}),
         },
         owners=list(owners), group_name=group_name, kinds={"table", "postgresql"}, tags=dict(tags or {}),
     )  # fmt: skip
-
-
-def _in_words(duration: timedelta) -> str:
-    return str(duration).removesuffix(", 0:00:00")

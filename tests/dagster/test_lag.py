@@ -331,8 +331,8 @@ def test_arrivals_are_reported_from_where_an_earlier_version_left_off(bench: Wor
 @pytest.mark.parametrize(
     ("redact", "retention", "kept"),
     [
-        (False, None, "everything is kept"),
-        (True, Retention(seconds=7 * 86_400, events=1_000_000), "7 days, 1,000,000 events"),
+        (False, None, "for ever"),
+        (True, Retention(seconds=7 * 86_400, events=1_000_000), "7 d, 1,000,000 events"),
     ],
 )
 def test_a_topics_page_has_its_rate_retention_consumers_and_last_events(

@@ -140,7 +140,7 @@ def test_assets_stand_downstream_of_the_store_and_of_their_topics() -> None:
     graph = dg.Definitions(assets=specs, sensors=[build_subscription_sensor([MAILER])]).resolve_asset_graph()
     assert graph.get(MAILER.key).parent_keys == graph.get(specs[2].key).parent_keys == {store_asset().key}
     assert graph.get(view.key).parent_keys == {moved.key}
-    assert (view.metadata["period"], view.metadata["form"].value["grain"]) == ("30 days", "0:01:00")
+    assert (view.metadata["period"], view.metadata["form"].value["grain"]) == ("30 d", "1 min")
 
 
 def test_an_asset_without_a_subscription_is_refused() -> None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Final
 
 import dagster as dg
 
-from eventsql_orchestration import Event, Retention, Shard
+from eventsql_orchestration import Event, Shard
+from eventsql_orchestration.orchestration.words import kept
 from eventsql_orchestration.storage.ranges import LogRanges
 from eventsql_orchestration.storage.reading import LogReader
 from eventsql_orchestration.topics.side_consumers import backfill_of
-from eventsql_orchestration.validation import check_whole, counted
+from eventsql_orchestration.validation import check_whole
 
 RATE: Final = "events per second"
 IN_LOG: Final = "events in log, at most"
@@ -60,7 +60,7 @@ def topic_page(
         begin = LogReader(schema).nth_before(connection, topic, sample.events, offset=end) if sample.events else None
     names = sorted({state.name for state in shard.registry.consumers(topic) if backfill_of(state.name) is None})
     page: dict[str, Any] = {
-        RETENTION: _kept(registered.retention or Retention()),
+        RETENTION: kept(registered.retention),
         CONSUMERS: ", ".join(names) or "none",
     }
     if first is not None:
@@ -73,18 +73,6 @@ def topic_page(
         events = shard.reader.read(topic, after=after, upto=end, limit=sample.events)
         page[LAST_EVENTS] = dg.MetadataValue.json([_shown(event, sample) for event in events])
     return page
-
-
-def _kept(retention: Retention) -> str:
-    """The events that a topic keeps, in words."""
-    texts = []
-    if retention.seconds is not None:
-        texts.append(str(timedelta(seconds=retention.seconds)).removesuffix(", 0:00:00"))
-    if retention.bytes is not None:
-        texts.append(counted(retention.bytes, "byte"))
-    if retention.events is not None:
-        texts.append(counted(retention.events, "event"))
-    return ", ".join(texts) or "everything is kept"
 
 
 def _shown(event: Event, sample: TopicSample) -> Mapping[str, Any]:
