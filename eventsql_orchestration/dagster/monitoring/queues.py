@@ -80,6 +80,13 @@ class QueueState:
     def dead(self) -> int:
         return sum(lag.dead for lag in self.lags)
 
+    @property
+    def unknown(self) -> str | None:
+        """Why not all of the numbers are known."""
+        if self.unreachable:
+            return f"no answer from {', '.join(self.unreachable)}"
+        return None if self.lags else queue_missing(self.name)
+
     def metadata(self) -> dict[str, Any]:
         return {
             DEPTH: self.depth,
@@ -138,8 +145,8 @@ class _LagRule:
 
     def __call__(self, look: Look[QueueState]) -> Verdict:
         state, limits = look.state, self.limits
-        if (unknown := _unknown(state)) is not None:
-            return unknown
+        if (unknown := state.unknown) is not None:
+            return Verdict(False, unknown, state.metadata(), unknown)
         said = f"{counted(state.depth, 'message')} to receive, the longest wait is {state.seconds:.1f} s"
         exceeded = []
         if limits.max_messages is not None and state.depth > limits.max_messages:
@@ -160,8 +167,8 @@ class _DeliveredRule:
 
     def __call__(self, look: Look[QueueState]) -> Verdict:
         state = look.state
-        if (unknown := _unknown(state)) is not None:
-            return unknown
+        if (unknown := state.unknown) is not None:
+            return Verdict(False, unknown, state.metadata(), unknown)
         if state.dead <= self.most:
             return Verdict(True, counted(state.dead, "dead letter"), state.metadata(), "delivered")
         letters = next(str(lag.dead_letters) for lag in state.lags if lag.dead)
@@ -173,15 +180,6 @@ class _DeliveredRule:
             # More dead letters are reported at once, up to the number that is counted.
             f"{state.dead} dead",
         )
-
-
-def _unknown(state: QueueState) -> Verdict | None:
-    if state.unreachable:
-        named = ", ".join(state.unreachable)
-        return Verdict(False, f"no answer from {named}", state.metadata(), f"{UNREACHABLE} {named}")
-    if not state.lags:
-        return Verdict(False, queue_missing(state.name), state.metadata(), "missing")
-    return None
 
 
 def build_queue_sensor(
@@ -258,8 +256,7 @@ def observe_queues(
     for key, name in queues.items():
         state = states[name]
         if not state.lags:
-            gone = ", ".join(state.unreachable)
-            said.append(f"no answer from {gone}" if gone else queue_missing(name))
+            said.append(str(state.unknown))
             continue
         idle = not state.depth and not state.unreachable
         if not idle:
