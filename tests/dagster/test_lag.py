@@ -317,17 +317,6 @@ def test_arrivals_in_an_external_topic_are_reported_once_a_minute(bench: Workben
     assert not arrivals(nothing)
 
 
-def test_arrivals_are_reported_from_where_an_earlier_version_left_off(bench: Workbench) -> None:
-    bench.publish("rides", 1)
-    left = {"observed": {}, "offsets": {}, "checks": {}, "topics": {"rides": 1}, "topics_at": 1_000.0}
-    bench.publish("rides", 60)
-    (news,) = arrivals(
-        observe_lag(bench.platform, [eager], topics=[Topic("rides")], cursor=json.dumps(left), now=1_060.0)
-    )
-    assert news.metadata["published events"].value == 60
-    assert news.metadata["events per second"].value == 1.0
-
-
 @pytest.mark.parametrize(
     ("redact", "retention", "kept"),
     [

@@ -203,8 +203,7 @@ def _observe(lags: Mapping[dg.AssetKey, AssetLag], reports: Reports) -> None:
 
 def _report_arrivals(platform: EventSQL, topics: Sequence[Topic], sample: TopicSample, reports: Reports) -> None:
     """Report the events that arrived in topics since they were reported last, once a minute."""
-    # Earlier versions left the two parts of `arrivals` as `topics` and `topics_at`.
-    before = reports.left(ARRIVALS) or {"at": reports.before.get("topics_at", 0.0), "seen": reports.left("topics")}
+    before = reports.left(ARRIVALS) or {"at": 0.0, "seen": {}}
     seconds = reports.now - before["at"]
     if not topics or seconds < TOPIC_INTERVAL:
         reports.after[ARRIVALS] = before
