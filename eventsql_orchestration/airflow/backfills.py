@@ -51,7 +51,6 @@ class ReplayRequest:
         return request
 
     def conf(self) -> dict[str, Any]:
-        """The configuration of a run."""
         return {CONF: {name: getattr(self, name) for name in self.__slots__}}
 
 

@@ -12,8 +12,6 @@ from eventsql_orchestration.orchestration.trace.runs import RunFacts
 
 
 class ServedDagRuns:
-    """The runs of the Airflow at a URL."""
-
     def __init__(self, url: str) -> None:
         """Raises `ValidationError` for a URL that is not of HTTP."""
         self._api = AirflowApi(url)

@@ -65,7 +65,6 @@ with DAG("bench_published", schedule=[claims_asset(topic, CONSUMER, max_wait=0.0
 
     @eventsql_consume(topic=topic, consumer=CONSUMER)
     def consume(events: Sequence[Event], connection: Connection) -> None:  # noqa: ARG001 - what consumers take
-        """Record the time."""
         record(PUBLISHED)
 
     consume()
@@ -77,7 +76,6 @@ def noting(name: str, watchers: list[AssetWatcher]) -> DAG:
 
         @task
         def note() -> None:
-            """Record the time."""
             record(name)
 
         note()

@@ -124,7 +124,6 @@ class OnTopic(Benchmark):
     storage: str = option(BLOCKS, "Form of the topic's log", choices=STORAGES)
 
     def topic(self, session: Session, **options: str) -> AbstractContextManager[str]:
-        """A topic for the block. Gives its name."""
         return session.topic(self.name, partitions=self.partitions, storage=self.storage, **options)
 
 

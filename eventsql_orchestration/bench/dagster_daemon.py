@@ -97,15 +97,12 @@ class Daemon:
         self.crew.wait(condition, limit=limit, what=what)
 
     def await_quiet(self) -> None:
-        """Wait until no run is under way."""
         self.await_(lambda: self.ended_runs() == self._count("runs"), "the end of all runs")
 
     def ended_runs(self) -> int:
-        """The number of runs that have ended so far."""
         return self._count("runs", status=[status.value for status in FINISHED])
 
     def begun_steps(self) -> int:
-        """The number of steps that have begun so far."""
         return self._count("event_logs", dagster_event_type=[dg.DagsterEventType.STEP_START.value])
 
     def first_step(self, run_id: str) -> float | None:

@@ -93,7 +93,6 @@ class Stream(OnTopic, BesideRawCopy):
 
     @property
     def total(self) -> int:
-        """The number of events of a run."""
         return self.events if self.rate is None else max(1, round(self.rate * self.seconds))
 
     @property
@@ -155,7 +154,6 @@ class Stream(OnTopic, BesideRawCopy):
         return [figure, *([processor] if costs else []), Figure(f"{name}_disk", disk / events, "bytes per event")]
 
     def _start(self, crew: Crew, topic: str, consumer: str) -> dict[str, list[WorkerProcess]]:
-        """Start the processes of each kind."""
         return {
             "publishers": start_publishers(
                 crew, topic, events=self.total, batch=self.batch or (5_000 if self.rate is None else 100),

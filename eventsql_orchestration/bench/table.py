@@ -42,7 +42,6 @@ class All(OnTopic, BesideRawCopy):
 
     @property
     def parts(self) -> list[Benchmark]:
-        """The benchmarks of the table, in order."""
         return [
             self._sized(Stream),
             self._sized(Stream, publishers=4),

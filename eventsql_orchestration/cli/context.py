@@ -121,7 +121,6 @@ class CliContext:
         return lazy.SETTINGS_FILE if field in self.settings.model_fields_set else "default"
 
     def platform(self, *, transfer: bool = False) -> EventSQL:
-        """The platform, as `open_platform` opens it."""
         return open_platform(self.settings, transfer=transfer, shard=self.shard)
 
     def on_shard(self, name: str | None) -> dict[str, Any]:

@@ -245,7 +245,6 @@ class EventWriter:
             write_csv([], self._columns, header=True)
 
     def write(self, events: Sequence[Event], *, shard: str | None) -> None:
-        """Write events."""
         if self._form == "json":
             write_events(events, shard=shard)
         elif self._form == "value":

@@ -84,8 +84,6 @@ class Log:
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """A layout of a topic on a shard."""
-
     shard: str | None
     layout: Layout
 

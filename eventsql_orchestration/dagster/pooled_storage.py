@@ -148,11 +148,9 @@ class PooledPostgresStorage(DagsterPostgresStorage):
 
     @classmethod
     def config_type(cls) -> dict[str, Any]:
-        """The options in dagster.yaml."""
         options = cast("dict[str, Any]", pg_config())
         return {name: option for name, option in options.items() if name != "auth_provider"}
 
     @classmethod
     def from_config_value(cls, inst_data: ConfigurableClassData | None, config_value: Any) -> Self:
-        """The storage of a dagster.yaml."""
         return cls(pg_url_from_config(config_value), config_value.get("should_autocreate_tables", True), inst_data)

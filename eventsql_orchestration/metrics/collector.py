@@ -116,7 +116,6 @@ class PlatformCollector(Collector):
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        """The metrics of one scrape."""
         readings = {shard: self._readings_of(shard) for shard in self._platform.shards}
         for each in readings.values():
             each.begin()

@@ -66,7 +66,6 @@ class ConsumerWatch(Watched):
 
     @property
     def label(self) -> str:
-        """The consumer's label, for people."""
         return f"{self.topic.name}/{self.consumer.name}"
 
     @property

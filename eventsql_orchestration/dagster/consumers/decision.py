@@ -54,7 +54,6 @@ class RunState:
 
     @property
     def label(self) -> str:
-        """The status, for people."""
         return "waiting for a place in a pool" if self.waits else self.status.value.lower().replace("_", " ")
 
 

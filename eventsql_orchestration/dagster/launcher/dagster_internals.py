@@ -131,7 +131,6 @@ class CodeServer:
 
 
 def code_server(workspace: BaseWorkspaceRequestContext | None, location: str) -> CodeServer:
-    """The code server of a location."""
     found = None if workspace is None else workspace.get_code_location(location)
     if not isinstance(found, GrpcServerCodeLocation):
         return CodeServer()

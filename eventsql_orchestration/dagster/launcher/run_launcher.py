@@ -101,12 +101,10 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
 
     @property
     def inst_data(self) -> internals.ConfigurableClassData | None:
-        """The configuration, as Dagster keeps it."""
         return self._inst_data
 
     @classmethod
     def config_type(cls) -> dict[str, Any]:
-        """The options in dagster.yaml."""
         return {
             "max_runs": dg.Field(int, default_value=100, description="Maximum number of runs of one location at once."),
             "import_timeout_seconds": dg.Field(
@@ -123,11 +121,9 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
     def from_config_value(
         cls, inst_data: internals.ConfigurableClassData | None, config_value: Mapping[str, Any]
     ) -> Self:
-        """The launcher of a dagster.yaml."""
         return cls(inst_data=inst_data, **config_value)
 
     def register_instance(self, instance: dg.DagsterInstance) -> None:
-        """Take the instance that owns this launcher."""
         super().register_instance(instance)
         self._default.register_instance(instance)
         with _SHARING:
@@ -272,11 +268,9 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
 
     @property
     def supports_check_run_worker_health(self) -> bool:
-        """True: run monitoring asks for the process of each started run."""
         return True
 
     def check_run_worker_health(self, run: dg.DagsterRun) -> internals.CheckRunHealthResult:
-        """Whether the process of a run is alive."""
         # Runs may be left from before a restart of this process.
         self._watch()
         status = internals.WorkerStatus

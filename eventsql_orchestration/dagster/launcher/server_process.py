@@ -95,7 +95,6 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """The server's process number."""
         return self._process.pid
 
     def launch(self, run_id: str, *, resume: bool) -> int:
@@ -149,7 +148,6 @@ class ServerProcess:
         start_thread("launcher-server", self._process.wait)
 
     def has_ended(self) -> bool:
-        """Whether the process has ended."""
         return self._process.poll() is not None
 
     def _kill(self) -> None:

@@ -48,7 +48,6 @@ class Worker:
         return found if found.run == run else None
 
     def tags(self) -> dict[str, str]:
-        """The tags for the run."""
         return {WORKER_TAG: json.dumps(asdict(self))}
 
     @property
