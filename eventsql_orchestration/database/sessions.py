@@ -213,6 +213,12 @@ def watch(engine: sqlalchemy.Engine, dsn: str, noted: Callable[[Connection], Non
         if connection.pgconn.transaction_status not in {TransactionStatus.IDLE, TransactionStatus.UNKNOWN}:
             connection.rollback()
 
+    ping_unused(engine)
+
+
+def ping_unused(engine: sqlalchemy.Engine) -> None:
+    """Ping a connection of an engine's pool before its use, unless it is fresh. A lost connection is replaced."""
+
     @sqlalchemy.event.listens_for(engine, "checkin")
     def checked_in(_connection: object, record: sqlalchemy.pool.ConnectionPoolEntry) -> None:
         record.info["unused_since"] = time.monotonic()
@@ -224,7 +230,7 @@ def watch(engine: sqlalchemy.Engine, dsn: str, noted: Callable[[Connection], Non
             return
         try:
             engine.dialect.do_ping(connection)
-        except psycopg.Error as error:
+        except engine.dialect.loaded_dbapi.Error as error:
             raise sqlalchemy.exc.InvalidatePoolError from error
 
 

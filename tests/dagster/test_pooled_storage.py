@@ -27,6 +27,7 @@ from eventsql_orchestration import EventSQL
 from eventsql_orchestration.dagster import write_instance
 from eventsql_orchestration.dagster.local.instance import STORAGE_VARIABLE, storage_url
 from eventsql_orchestration.dagster.pooled_storage import PooledPostgresStorage
+from eventsql_orchestration.database import sessions as database_sessions
 from tests.dagster.conftest import sql
 from tests.waiting import PATIENCE, wait_until
 
@@ -126,6 +127,20 @@ def test_an_access_after_the_end_of_all_connections_succeeds(
     del connects[:]
     assert instance.get_runs_count() == 1
     assert connects
+
+
+def test_an_access_asks_for_the_connection_only_after_a_pause(
+    instance: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage: Any = instance.run_storage
+    instance.get_runs_count()
+    pings: list[object] = []
+    monkeypatch.setattr(storage._engine.dialect, "do_ping", pings.append)
+    instance.get_runs_count()
+    assert not pings
+    monkeypatch.setattr(database_sessions, "ASKED_AFTER", 0.0)
+    instance.get_runs_count()
+    assert len(pings) == 1
 
 
 def test_a_fork_leaves_the_connection_of_its_parent(home: Path) -> None:
