@@ -83,8 +83,8 @@ class ClaimMaker:
             if upto is None or waited is None:
                 return NoClaim(f"no events wait after offset {locked.offset}", waiting=0)
 
-            # Up to the end of a layout there will be no more events. The time of an event from before the server's clock
-            # went back may be far ahead.
+            # Up to the end of a layout there will be no more events. An event from before the server's clock went back
+            # may have a time that is far ahead.
             if events < min_events and abs(waited) < wanted.max_wait and locked.state.until is None:
                 reason = f"{events} of {min_events} events wait, for {waited:.1f} s of {wanted.max_wait:g} s"
                 return NoClaim(reason, waiting=events, due_in=wanted.max_wait - waited)

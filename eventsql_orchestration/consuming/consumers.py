@@ -91,7 +91,7 @@ class _UnleasedSource:
         waited = (locked.now - events[0].created_at).total_seconds()
         # Up to the end of a layout there will be no more events.
         enough = more or limit < options.max_events or len(events) >= options.min_events or ending
-        # The time of an event from before the server's clock went back may be far ahead.
+        # An event from before the server's clock went back may have a time that is far ahead.
         if not enough and abs(waited) < options.max_polling_delay:
             self.idle = PollOutcome(due_in=options.max_polling_delay - waited, least=options.min_events)
             return None
