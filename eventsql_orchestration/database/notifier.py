@@ -53,6 +53,8 @@ class Notifier:
         self._lock = threading.Lock()
         self._look_at = self._quiet_until = 0.0
         self._pending: dict[str, None] = {}
+        self._next_at: dict[str, float] = {}
+        """When the next notification of a kind and topic may be sent."""
         self._wake = Wake()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -110,7 +112,7 @@ class Notifier:
 
     def _run(self, stop: threading.Event) -> None:
         connection: Connection | None = None
-        next_at: dict[str, float] = {}
+        self._next_at = {}
         failures = 0
         try:
             while not stop.is_set() or self._pending:
@@ -119,7 +121,7 @@ class Notifier:
                 while self._pending:
                     now = time.monotonic()
                     ready_at = {
-                        payload: now if stop.is_set() else max(next_at.get(payload, now), self._quiet_until)
+                        payload: now if stop.is_set() else max(self._next_at.get(payload, now), self._quiet_until)
                         for payload in list(self._pending)
                     }
                     if not (due := [payload for payload, at in ready_at.items() if at <= now]):
@@ -148,7 +150,9 @@ class Notifier:
                     else:
                         failures = 0
                         pause = NOTIFY_INTERVAL if heard else QUIET_INTERVAL
-                        next_at.update(dict.fromkeys(due, time.monotonic() + pause))
+                        # There may be any number of topics: remember only those whose interval lasts.
+                        lasting = {payload: at for payload, at in self._next_at.items() if at > now}
+                        self._next_at = lasting | dict.fromkeys(due, time.monotonic() + pause)
         finally:
             if connection is not None:
                 connection.close()

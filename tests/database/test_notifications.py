@@ -320,6 +320,18 @@ def test_a_notification_within_the_interval_is_sent_at_its_end(
         until(lambda count=count: len(received()) == count)  # type: ignore[misc]  # bound
 
 
+def test_a_notifier_remembers_no_topic_whose_interval_is_over(
+    notifier: Notifier, received: Callable[[], list[str]], until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notifier_module, "NOTIFY_INTERVAL", 0.0)
+    received()
+    for number in range(20):
+        notifier.notify(LOG, f"orders_{number}")
+        until(lambda number=number: f"{LOG}:orders_{number}" in notifier._next_at)  # type: ignore[misc]  # bound
+        assert len(notifier._next_at) == 1
+    assert len(received()) == 20
+
+
 def test_a_notification_that_nobody_listens_to_is_not_sent(database: Database, notifier: Notifier, dsn: str) -> None:
     channel = channel_of(database.schema)
     with psycopg.connect(dsn, autocommit=True) as listening:
