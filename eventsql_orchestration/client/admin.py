@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
-from typing import Final
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.client.registry import ClusterRegistry
@@ -31,15 +30,11 @@ from eventsql_orchestration.shards.barriers import Barriers, HeldBack
 from eventsql_orchestration.shards.bootstrap import unnamed
 from eventsql_orchestration.shards.cluster import ONE_SHARD, Cluster
 from eventsql_orchestration.shards.shard import Shard
-from eventsql_orchestration.shards.two_phase_coordinator import TwoPhaseCoordinator, Unfinished
+from eventsql_orchestration.shards.two_phase_coordinator import SUPERSEDED_SECONDS, TwoPhaseCoordinator, Unfinished
 from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.topics.catalog import choose_partitions
 from eventsql_orchestration.topics.positions import AtOffset, Position
 from eventsql_orchestration.validation import Duration, check_seconds
-
-ABANDONED_SECONDS: Final = 5.0
-"""Seconds until a repartitioning gives up a publication over several shards that is announced and not decided. The
-repartitioning of its topic ends the publication in any case."""
 
 
 @checked
@@ -229,7 +224,7 @@ class ClusterRepartitioner:
         return next((change for change in reversed(list_of(done.values())) if change is not None), None)
 
     def _finish(self) -> list_of[Unfinished]:
-        return self._coordinator.finish(abandoned_after=ABANDONED_SECONDS)
+        return self._coordinator.finish(abandoned_after=SUPERSEDED_SECONDS)
 
     def _await_finished(self, topic: str, timeout: float) -> None:
         """Wait until the publications that are announced now are finished or given up."""

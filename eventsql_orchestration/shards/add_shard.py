@@ -26,17 +26,13 @@ from eventsql_orchestration.shards.bootstrap import unnamed
 from eventsql_orchestration.shards.definitions import define
 from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.shards.shard_state import ShardState
-from eventsql_orchestration.shards.two_phase_coordinator import TwoPhaseCoordinator
+from eventsql_orchestration.shards.two_phase_coordinator import SUPERSEDED_SECONDS, TwoPhaseCoordinator
 from eventsql_orchestration.validation import check_name
 
 logger = logging.getLogger(__name__)
 
 FIRST: Final = "shard-1"
 """The name of a database that becomes the first shard of a set."""
-
-ABANDONED_SECONDS: Final = 5.0
-"""Seconds until a fence gives up a publication over several shards that is announced and not decided. The fence makes
-the publication impossible in any case: its events were placed by the generation before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +119,7 @@ class ShardAddition:
             for generation in range(shard.store.state().generation + 1, len(generations) + 1):
                 if shard.store.fence(
                     generation, sorted(generations[generation - 1]), shard.transfer,
-                    finish=lambda: decisions.finish(abandoned_after=ABANDONED_SECONDS),
+                    finish=lambda: decisions.finish(abandoned_after=SUPERSEDED_SECONDS),
                 ):  # fmt: skip
                     self._on_step(f"shard {name!r} is fenced")
         # Other processes may have registered topics and consumers meanwhile.

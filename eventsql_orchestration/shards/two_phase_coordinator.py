@@ -43,6 +43,10 @@ ABANDONED_SECONDS: Final = 600.0
 """Seconds until a publication that is announced and not decided is given up, even if its owner is still at work.
 Normally the announcement and the decision are seconds apart."""
 
+SUPERSEDED_SECONDS: Final = 5.0
+"""As `ABANDONED_SECONDS`, for a fence and for a repartitioning, which make the publication impossible in any case: its
+events were placed by the definition before."""
+
 _TIMEOUT: Final = 0.1
 """Seconds to wait for another process that publishes or decides a part."""
 

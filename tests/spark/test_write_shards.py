@@ -260,7 +260,7 @@ def test_a_write_that_was_decided_is_finished_by_the_next_one_from_what_was_deci
 def test_a_repartitioning_waits_for_a_driver_and_gives_up_what_a_dead_one_left_before_any_shard_changes(
     platform: EventSQL, dsns: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(admin, "ABANDONED_SECONDS", 600.0)
+    monkeypatch.setattr(admin, "SUPERSEDED_SECONDS", 600.0)
     with stopping(dsns[1], "UPDATE ON eventsql.spark_part") as stop:
         process = start(dsns, 0, FEW)
         stop.await_reached()
@@ -859,7 +859,7 @@ def waits_for_the_buffer(connection: psycopg.Connection) -> bool:
 def test_a_write_that_an_addition_overtakes_is_refused(
     databases: Databases, monkeypatch: pytest.MonkeyPatch, shard: int, statement: str
 ) -> None:
-    monkeypatch.setattr(add_shard, "ABANDONED_SECONDS", 0.0)
+    monkeypatch.setattr(add_shard, "SUPERSEDED_SECONDS", 0.0)
     *first, new = databases(4)
     dsns = made(first)
     with writing(dsns, shard, statement) as write:
