@@ -16,6 +16,9 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin
 from uuid import UUID
 
+import psycopg
+from psycopg import sql
+
 from eventsql_orchestration.errors import EventSQLError
 
 PACKAGE = "eventsql_orchestration"
@@ -115,6 +118,21 @@ def methods(owner: type) -> Iterator[Method]:
 
 def constructor(owner: type) -> Method:
     return Method(owner, owner.__name__, arguments(owner.__init__, skip=1))  # type: ignore[misc]  # only its signature
+
+
+def digest(connection: psycopg.Connection[Any]) -> list[object]:
+    """What all tables of the platform hold."""
+    tables = connection.execute(
+        "SELECT relname FROM pg_class WHERE relnamespace = 'eventsql'::regnamespace AND relkind = 'r' ORDER BY 1"
+    ).fetchall()
+    rows = sql.SQL(" UNION ALL ").join(
+        sql.SQL("SELECT {}, md5(coalesce(string_agg(t::text, ',' ORDER BY t::text), '')) FROM eventsql.{} t").format(
+            sql.Literal(table), sql.Identifier(table)
+        )
+        for (table,) in tables
+    )
+    # Parallel workers give the rows of the tables in any order.
+    return sorted(connection.execute(rows).fetchall())
 
 
 # Values

@@ -21,7 +21,6 @@ from typing import Any, ClassVar
 import psycopg
 import pytest
 import sqlalchemy
-from psycopg import sql
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Retention, Shard, Topic
 from eventsql_orchestration.client.consumers import ClusterConsumption
@@ -329,7 +328,7 @@ class Face:
     def digest(self) -> list[object]:
         """What all tables hold; looked at anew where any transaction has written."""
         if (newest := self.newest()) != self.seen[0]:
-            self.seen = newest, [_digest(connection) for connection in self.spy]
+            self.seen = newest, [face.digest(connection) for connection in self.spy]
         return self.seen[1]
 
     def newest(self) -> list[object]:
@@ -344,20 +343,6 @@ class Face:
         self.platform.close()
         for connection in self.spy:
             connection.close()
-
-
-def _digest(connection: psycopg.Connection[Any]) -> list[object]:
-    tables = connection.execute(
-        "SELECT relname FROM pg_class WHERE relnamespace = 'eventsql'::regnamespace AND relkind = 'r' ORDER BY 1"
-    ).fetchall()
-    rows = sql.SQL(" UNION ALL ").join(
-        sql.SQL("SELECT {}, md5(coalesce(string_agg(t::text, ',' ORDER BY t::text), '')) FROM eventsql.{} t").format(
-            sql.Literal(table), sql.Identifier(table)
-        )
-        for (table,) in tables
-    )
-    # Parallel workers give the rows of the tables in any order.
-    return sorted(connection.execute(rows).fetchall())
 
 
 def _first(_publication: Publication, _partitions: int) -> int:

@@ -9,7 +9,6 @@ from typing import Any
 import click
 import psycopg
 import pytest
-from psycopg import sql
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.cli import main
@@ -20,6 +19,7 @@ from eventsql_orchestration.queue import Queue
 from eventsql_orchestration.store import Change, RecordedChange, SubscriptionOptions
 from eventsql_orchestration.topics.positions import Earliest
 from eventsql_orchestration.views import Timeline, ViewFeed, Views
+from tests.boundary import face
 from tests.cli.conftest import Run
 
 VERBS = {
@@ -101,19 +101,9 @@ def prepare(platform: EventSQL) -> None:
     platform.capture("basket", "orders", snapshot=False)
 
 
-def contents(dsn: str) -> list[tuple[Any, ...]]:
-    """The tables of the platform, with what they hold."""
+def contents(dsn: str) -> list[object]:
     with psycopg.connect(dsn) as connection:
-        tables = connection.execute(
-            "SELECT relname FROM pg_class WHERE relnamespace = 'eventsql'::regnamespace AND relkind = 'r'"
-        )
-        rows = sql.SQL(" UNION ALL ").join(
-            sql.SQL("SELECT {}, md5(string_agg(t::text, ',' ORDER BY t::text)) FROM eventsql.{} t").format(
-                sql.Literal(table), sql.Identifier(table)
-            )
-            for (table,) in tables
-        )
-        return sorted(connection.execute(rows), key=str)
+        return face.digest(connection)
 
 
 def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, click.Command]]:
