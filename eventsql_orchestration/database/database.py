@@ -26,7 +26,7 @@ from eventsql_orchestration.database.grants import ADMIN, may_not_migrate, permi
 from eventsql_orchestration.database.installation import CurrentRole, has_tables, revision_of
 from eventsql_orchestration.database.pool import Pool, plain
 from eventsql_orchestration.database.queries import statement
-from eventsql_orchestration.database.sessions import ISOLATION, connect
+from eventsql_orchestration.database.sessions import ISOLATION, connect, leave_read_only
 from eventsql_orchestration.database.single_statement import RawRow, SingleStatement
 from eventsql_orchestration.database.translation import describe, driver_error, ran_by_us, translate, translate_own
 from eventsql_orchestration.database.urls import connect_arguments, label, parse_dsn, render, split_direct
@@ -199,6 +199,9 @@ class Database:
         try:
             with self.errors(loan.connection), plain(loan.connection) as connection:
                 yield connection
+        except DatabaseError as error:
+            leave_read_only(loan.connection, error.__cause__)
+            raise
         finally:
             self._pool.give_back(loan)
 
@@ -214,6 +217,9 @@ class Database:
             connection = loan.connection
             try:
                 return run(connection, loan.notes, values)
+            except psycopg.Error as error:
+                leave_read_only(connection, error)
+                raise
             finally:
                 self._pool.give_back(loan)
         except (psycopg.Error, sqlalchemy.exc.SQLAlchemyError):

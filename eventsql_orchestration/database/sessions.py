@@ -207,6 +207,12 @@ def watch(engine: sqlalchemy.Engine, dsn: str, noted: Callable[[Connection], Non
         cursor.execute(qualified(text), parameters)
         return True
 
+    @sqlalchemy.event.listens_for(engine, "handle_error")
+    def failed(context: sqlalchemy.engine.ExceptionContext) -> None:
+        # As `leave_read_only`.
+        if isinstance(context.original_exception, psycopg.errors.ReadOnlySqlTransaction):
+            context.is_disconnect = True
+
     @sqlalchemy.event.listens_for(engine, "reset")
     def reset(connection: Any, _record: object, _state: object) -> None:
         # The status of a closed connection is unknown.
@@ -232,6 +238,15 @@ def ping_unused(engine: sqlalchemy.Engine) -> None:
             engine.dialect.do_ping(connection)
         except engine.dialect.loaded_dbapi.Error as error:
             raise sqlalchemy.exc.InvalidatePoolError from error
+
+
+def leave_read_only(connection: Connection, error: BaseException | None) -> None:
+    """Close a pooled connection whose server takes no writes any more: another server may have taken over.
+
+    The next connection leads to the server that the URL asks for.
+    """
+    if isinstance(error, psycopg.errors.ReadOnlySqlTransaction):
+        connection.close()
 
 
 def is_fresh(connection: Connection, unused_since: float) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 
 import pytest
@@ -11,7 +11,7 @@ import pytest
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.cli.doctor_database import servers_finding
 from eventsql_orchestration.cli.findings import Status
-from eventsql_orchestration.errors import DatabaseUnavailableError
+from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError
 from tests.conftest import own_server
 from tests.fixtures import Until
 from tests.log.servers import Pair
@@ -31,6 +31,37 @@ def platform(pair: Pair) -> Iterator[EventSQL]:
     with EventSQL(pair.url("app"), transfer=False) as opened:
         opened.registry.register_topic(Topic("orders", 2))
         yield opened
+
+
+def test_connections_to_a_server_that_takes_no_more_writes_are_replaced_by_those_to_another_server(
+    pair: Pair, platform: EventSQL
+) -> None:
+    """As a failover ends that lets the former primary run, read only."""
+    with ExitStack() as held:
+        for _ in range(4):
+            held.enter_context(platform.database.connection())
+    with pair.primary.start().connect("postgres") as connection:
+        connection.execute("ALTER SYSTEM SET default_transaction_read_only TO on")
+        connection.execute("ALTER SYSTEM RESET synchronous_standby_names")
+        connection.execute("SELECT pg_reload_conf()")
+    pair.promote(lose=False)
+
+    def insist(call: Callable[[], object]) -> int:
+        """Call it until it succeeds; gives how often it was refused."""
+        for refused in range(10):
+            with suppress(DatabaseError):
+                call()
+                return refused
+        raise AssertionError("connections stay with the former primary")
+
+    assert insist(lambda: platform.registry.register_topic(Topic("refunds"))) > 0
+    assert insist(lambda: platform.publisher.publish(Publication("orders", b"1"))) > 0
+    with ExitStack() as held:
+        for _ in range(4):
+            connection = held.enter_context(platform.database.connection())
+            insist(lambda: platform.publisher.publish(Publication("orders", b"2")))
+            assert connection.execute("SHOW transaction_read_only").fetchone() == ("off",)
+    assert platform.transfer.run_once() == {"orders": 5}
 
 
 def test_a_process_that_has_used_a_promoted_standby_publishes_nothing_to_the_former_primary(

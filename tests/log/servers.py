@@ -78,9 +78,10 @@ class Pair:
         hosts = f"host=127.0.0.1,127.0.0.1&port={server.port},{port}&target_session_attrs=read-write"
         return f"postgresql://eventsql:{server.password}@/{database}?{hosts}"
 
-    def promote(self) -> None:
-        """Lose the primary for good, and promote the standby."""
-        _lose(self.primary)
+    def promote(self, *, lose: bool = True) -> None:
+        """Promote the standby. With `lose`, the primary is lost before."""
+        if lose:
+            _lose(self.primary)
         password, port = ((self.standby.directory / name).read_text().strip() for name in ("password", "port"))
         with psycopg.connect(
             host="127.0.0.1", port=port, user="eventsql", password=password, dbname="postgres", autocommit=True
