@@ -14,9 +14,9 @@ from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import event_object, harmless, say, say_plan, write, write_json
 from eventsql_orchestration.cli.parameters import (
     CONSUMER,
+    MOMENT,
     POSITIVE,
     AsJson,
-    Moment,
     TopicName,
     argument,
     command,
@@ -58,8 +58,8 @@ class _Filter(TypedDict):
     ids: Annotated[tuple[int, ...], option("At this offset; repeat it.", "--id", **_OFFSET)]
     first: Annotated[int | None, option("At this offset and after it.", "--from", **_OFFSET)]
     last: Annotated[int | None, option("Up to this offset.", "--to", **_OFFSET)]
-    since: Annotated[datetime | None, option(_SINCE, type=Moment())]
-    until: Annotated[datetime | None, option("Given up before this time.", type=Moment())]
+    since: Annotated[datetime | None, option(_SINCE, type=MOMENT)]
+    until: Annotated[datetime | None, option("Given up before this time.", type=MOMENT)]
 
 
 def _letters(

@@ -17,12 +17,12 @@ from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import EVENT_FORMATS, EventWriter, say, write_events
 from eventsql_orchestration.cli.parameters import (
+    PATTERN,
     PLACES,
     ConsumerName,
     Follow,
     MaxEvents,
     Partition,
-    Pattern,
     TopicName,
     command,
     option,
@@ -68,7 +68,7 @@ def tail(
     partition: Partition,
     key: Annotated[str | None, option("Only events with this key.", metavar="KEY")],
     grep: Annotated[
-        re.Pattern[bytes] | None, option("Only events whose value matches this regular expression.", type=Pattern())
+        re.Pattern[bytes] | None, option("Only events whose value matches this regular expression.", type=PATTERN)
     ],
     form: Annotated[
         str, option("How an event is printed.", "--format", type=click.Choice([*EVENT_FORMATS]), default="json")

@@ -9,7 +9,7 @@ from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, Final, TypeAlias, Unpack, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Final, TypeAlias, TypeVar, Unpack, get_args, get_origin, get_type_hints
 
 import click
 from click.core import ParameterSource
@@ -20,6 +20,8 @@ from eventsql_orchestration.cli.offered_names import offered
 from eventsql_orchestration.model import check_topic_name
 from eventsql_orchestration.topics.positions import AtOffset, AtTime, Back, Earliest, Latest, Place
 from eventsql_orchestration.validation import check_name, check_time, shown
+
+T = TypeVar("T")
 
 FILE: Final = click.Path(path_type=Path, dir_okay=False)
 
@@ -37,7 +39,7 @@ POSITIVE: Final = Whole(min=1)
 PLACES: Final = (
     "earliest, latest, an offset, a time with its zone (2026-05-01T12:00:00Z), or a duration before now (15m, 2h, 7d)"
 )
-"""The places that `LogPlace` reads, for people."""
+"""The places that `PLACE` reads, for people."""
 
 Parameter: TypeAlias = Callable[[str, Any], click.Parameter]
 """Makes an argument or option of the name and the type of a function's parameter."""
@@ -81,12 +83,19 @@ def argument(**settings: Any) -> Parameter:
     return lambda name, kind: click.Argument([name], **{"required": NoneType not in get_args(kind), **settings})
 
 
-class Name(click.ParamType[str]):
-    """A name that `check` accepts. Any other name is refused before a connection is made."""
+class Text(click.ParamType[T]):
+    """A text of which `read` makes a value, or raises `click.BadParameter` or `ValidationError`."""
 
-    def __init__(self, name: str, check: Callable[[str], str]) -> None:
+    def __init__(self, name: str, read: Callable[[str], T]) -> None:
         self.name = name
-        self._check = check
+        self._read = read
+
+    def convert(self, value: Any, param: object, ctx: object) -> T:  # noqa: ARG002 - click's
+        return self._read(value)
+
+
+class Name(Text[str]):
+    """A name. One that is against the rules is refused before a connection is made."""
 
     def shell_complete(
         self,
@@ -96,9 +105,6 @@ class Name(click.ParamType[str]):
     ) -> list[CompletionItem]:
         """The names of this kind in the database."""
         return offered(ctx, self.name, incomplete)
-
-    def convert(self, value: Any, param: object, ctx: object) -> str:  # noqa: ARG002 - click's
-        return self._check(value)
 
 
 class Number(click.FloatRange):
@@ -116,31 +122,22 @@ class Number(click.FloatRange):
         return number
 
 
-class NameValue(click.ParamType[tuple[str, str]]):
-    """`NAME=VALUE`."""
-
-    name = "name=value"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
-        name, separator, text = str(value).partition("=")
-        if not separator or not name:
-            self.fail(f"{value!r} is not NAME=VALUE", param, ctx)
-        return name, text
+def _pair(text: str) -> tuple[str, str]:
+    name, separator, value = text.partition("=")
+    if not separator or not name:
+        raise click.BadParameter(f"{text!r} is not NAME=VALUE")
+    return name, value
 
 
-class Time(click.ParamType[datetime]):
+def _time(text: str) -> datetime:
     """A time of ISO 8601 with its zone. Without a zone, its meaning would depend on the machine."""
-
-    name = "time"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> datetime:
-        try:
-            time = datetime.fromisoformat(value)
-        except ValueError:
-            self.fail(f"{value!r} is not a time such as 2026-05-01T12:00:00Z", param, ctx)
-        if time.tzinfo is None:
-            self.fail(f"{value!r} has no time zone: say 2026-05-01T12:00:00Z for UTC, or …+02:00", param, ctx)
-        return check_time("the time", time)
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not a time such as 2026-05-01T12:00:00Z") from None
+    if time.tzinfo is None:
+        raise click.BadParameter(f"{text!r} has no time zone: say 2026-05-01T12:00:00Z for UTC, or …+02:00")
+    return check_time("the time", time)
 
 
 _LIKE_A_DURATION: Final = re.compile(r"(\d+(\.\d+)?[wdhms])+|P.+", re.ASCII)
@@ -149,21 +146,37 @@ _SHORT: Final = "".join(f"(?:{_NUMBER}{unit})?" for unit in "wdhms")
 _ISO: Final = f"P(?:{_NUMBER}W)?(?:{_NUMBER}D)?(?:T(?=\\d)(?:{_NUMBER}H)?(?:{_NUMBER}M)?(?:{_NUMBER}S)?)?"
 
 
-class Duration(click.ParamType[timedelta]):
+def _duration(text: str) -> timedelta:
     """`15m`, `1h30m`, `7d`, or in ISO 8601 `PT15M`. Months and years are refused, because their lengths differ."""
+    match = re.fullmatch(_SHORT, text, re.ASCII) or re.fullmatch(_ISO, text, re.ASCII)
+    if match is None or not any(match.groups()):
+        raise click.BadParameter(f"{text!r} is not a duration such as 30s, 15m, 2h, 7d or PT1H30M")
+    weeks, days, hours, minutes, seconds = (float(number or 0) for number in match.groups())
+    try:
+        return timedelta(weeks=weeks, days=days, hours=hours, minutes=minutes, seconds=seconds)
+    except OverflowError:
+        raise click.BadParameter(f"{text!r} is too long a duration") from None
 
-    name = "duration"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> timedelta:
-        text = str(value)
-        match = re.fullmatch(_SHORT, text, re.ASCII) or re.fullmatch(_ISO, text, re.ASCII)
-        if match is None or not any(match.groups()):
-            self.fail(f"{value!r} is not a duration such as 30s, 15m, 2h, 7d or PT1H30M", param, ctx)
-        weeks, days, hours, minutes, seconds = (float(number or 0) for number in match.groups())
+def _moment(text: str) -> datetime:
+    return datetime.now(UTC) - _duration(text) if _LIKE_A_DURATION.fullmatch(text) else _time(text)
+
+
+def _place(text: str) -> Place:
+    if text in ("earliest", "latest"):
+        return Earliest() if text == "earliest" else Latest()
+    if re.fullmatch(r"-?[0-9]+", text):
         try:
-            return timedelta(weeks=weeks, days=days, hours=hours, minutes=minutes, seconds=seconds)
-        except OverflowError:
-            self.fail(f"{value!r} is too long a duration", param, ctx)
+            offset = int(text)
+        except ValueError:
+            # Python reads no more than some thousand digits.
+            raise click.BadParameter(f"{shown(text)} is too large for an offset") from None
+        return AtOffset(offset)
+    if _LIKE_A_DURATION.fullmatch(text):
+        return Back(_duration(text))
+    if not text[:1].isdecimal():
+        raise click.BadParameter(f"{text!r} is neither earliest, latest, an offset, a time nor a duration")
+    return AtTime(_time(text))
 
 
 class Seconds(Number):
@@ -173,80 +186,47 @@ class Seconds(Number):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         if isinstance(value, str) and _LIKE_A_DURATION.fullmatch(value):
-            value = Duration().convert(value, param, ctx).total_seconds()
+            value = DURATION.convert(value, param, ctx).total_seconds()
         return super().convert(value, param, ctx)
 
 
-class Moment(click.ParamType[datetime]):
-    """A time with its zone, or a duration before now."""
-
-    name = "time"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> datetime:
-        if isinstance(value, str) and _LIKE_A_DURATION.fullmatch(value):
-            return datetime.now(UTC) - Duration().convert(value, param, ctx)
-        return Time().convert(value, param, ctx)
+def _pattern(text: str) -> re.Pattern[bytes]:
+    try:
+        return re.compile(text.encode())
+    except (re.error, UnicodeEncodeError) as error:
+        raise click.BadParameter(f"{shown(text)} is not a regular expression: {error}") from None
 
 
-class LogPlace(click.ParamType[Place]):
-    """A place in a topic's log: `earliest`, `latest`, an offset, a time, or a duration before now."""
-
-    name = "place"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Place:
-        text = str(value)
-        if text in ("earliest", "latest"):
-            return Earliest() if text == "earliest" else Latest()
-        if re.fullmatch(r"-?[0-9]+", text):
-            try:
-                offset = int(text)
-            except ValueError:
-                # Python reads no more than some thousand digits.
-                self.fail(f"{shown(text)} is too large for an offset", param, ctx)
-            return AtOffset(offset)
-        if _LIKE_A_DURATION.fullmatch(text):
-            return Back(Duration().convert(text, param, ctx))
-        if not text[:1].isdecimal():
-            self.fail(f"{value!r} is neither earliest, latest, an offset, a time nor a duration", param, ctx)
-        return AtTime(Time().convert(text, param, ctx))
+_UNITS: Final = {
+    "": 1, "b": 1,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
 
 
-class Pattern(click.ParamType[re.Pattern[bytes]]):
-    """A regular expression of Python, for values."""
-
-    name = "regex"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> re.Pattern[bytes]:
-        try:
-            return re.compile(str(value).encode())
-        except (re.error, UnicodeEncodeError) as error:
-            self.fail(f"{shown(value)} is not a regular expression: {error}", param, ctx)
+def _size(text: str) -> int:
+    match = re.fullmatch(rf"{_NUMBER} ?([a-z]*)", text.lower(), re.ASCII)
+    if match is None or match[2] not in _UNITS:
+        raise click.BadParameter(f"{text!r} is not a size such as 10GiB, 500MB or 4096")
+    return int(Decimal(match[1]) * _UNITS[match[2]])
 
 
-class Size(click.ParamType[int]):
-    """A number of bytes: `10GiB`, `500MB`, `4096`."""
-
-    name = "size"
-
-    _UNITS: Final = {
-        "": 1, "b": 1,
-        "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-        "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
-    }  # fmt: skip
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        match = re.fullmatch(rf"{_NUMBER} ?([a-z]*)", str(value).lower(), re.ASCII)
-        if match is None or match[2] not in self._UNITS:
-            self.fail(f"{value!r} is not a size such as 10GiB, 500MB or 4096", param, ctx)
-        return int(Decimal(match[1]) * self._UNITS[match[2]])
-
+TIME: Final = Text("time", _time)
+DURATION: Final = Text("duration", _duration)
+MOMENT: Final = Text("time", _moment)
+"""A time with its zone, or a duration before now."""
+PLACE: Final = Text("place", _place)
+"""A place in a topic's log: `earliest`, `latest`, an offset, a time, or a duration before now."""
+PATTERN: Final = Text("regex", _pattern)
+SIZE: Final = Text("size", _size)
+"""A number of bytes: `10GiB`, `500MB`, `4096`."""
 
 _USUAL: Final[dict[Any, dict[str, Any]]] = {
     int: {"type": int, "metavar": "N"},
-    datetime: {"type": Time()},
-    timedelta: {"type": Duration()},
-    AtOffset: {"type": LogPlace()},
-    tuple[str, str]: {"type": NameValue()},
+    datetime: {"type": TIME},
+    timedelta: {"type": DURATION},
+    AtOffset: {"type": PLACE},
+    tuple[str, str]: {"type": Text("name=value", _pair)},
 }
 """Settings of options by the type of the value, or a part of it."""
 

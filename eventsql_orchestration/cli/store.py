@@ -19,9 +19,9 @@ from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.lag import SUBSCRIPTION_COLUMNS
 from eventsql_orchestration.cli.output import say, say_plan, timestamp, write_lines
 from eventsql_orchestration.cli.parameters import (
+    MOMENT,
     POSITIVE,
     AsJson,
-    Moment,
     Name,
     argument,
     command,
@@ -186,7 +186,7 @@ def archive(
     aggregate_type: AggregateType,
     aggregate_id: Annotated[str | None, argument(metavar="[ID]")],
     closed_before: Annotated[
-        datetime | None, option("All aggregates closed before this time, or this long ago (90d).", type=Moment())
+        datetime | None, option("All aggregates closed before this time, or this long ago (90d).", type=MOMENT)
     ],
     limit: Annotated[int, option("At most N aggregates.", type=POSITIVE, default=10_000)],
 ) -> None:

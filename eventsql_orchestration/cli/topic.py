@@ -13,8 +13,8 @@ from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import say, say_plan, write_json
 from eventsql_orchestration.cli.parameters import (
     POSITIVE,
+    SIZE,
     AsJson,
-    Size,
     TopicName,
     TopicNames,
     command,
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 class _Retention(TypedDict):
     retention_age: Annotated[timedelta | None, option("Keep events for 7d, 12h, PT36H.")]
-    retention_size: Annotated[int | None, option("Keep the newest 10GiB, 500MB.", type=Size(), metavar="SIZE")]
+    retention_size: Annotated[int | None, option("Keep the newest 10GiB, 500MB.", type=SIZE, metavar="SIZE")]
     retention_events: Annotated[int | None, option("Keep the newest N events.", type=POSITIVE)]
     keep_forever: Annotated[bool, option("Keep all events: remove the bounds.")]
 

@@ -20,9 +20,9 @@ from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import say, say_plan, timestamp, write, write_json
 from eventsql_orchestration.cli.parameters import (
     FILE,
+    MOMENT,
     POSITIVE,
     AsJson,
-    Moment,
     Name,
     argument,
     command,
@@ -59,9 +59,9 @@ _NAME: Final = Name("view", lambda name: check_name("view name", name))
 ViewName: TypeAlias = Annotated[str, argument(type=_NAME)]
 Tenant: TypeAlias = Annotated[str, option("The tenant whose entries are shown.", default="", show_default=False)]
 Since: TypeAlias = Annotated[
-    datetime | None, option("From this time on, or from a duration before now (2h, 7d).", type=Moment())
+    datetime | None, option("From this time on, or from a duration before now (2h, 7d).", type=MOMENT)
 ]
-Until: TypeAlias = Annotated[datetime | None, option("Before this time.", type=Moment())]
+Until: TypeAlias = Annotated[datetime | None, option("Before this time.", type=MOMENT)]
 Limit: TypeAlias = Annotated[int, option("At most N.", type=POSITIVE, default=100)]
 
 
