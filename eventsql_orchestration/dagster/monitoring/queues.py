@@ -3,6 +3,7 @@
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import dagster as dg
@@ -129,57 +130,48 @@ def build_queue_checks(
         bounds = lag_bounds(limits.max_messages, "message", limits.max_seconds)
         description = lag_allowed(f"Queue {queue}", bounds, limits.grace)
         key = dg.AssetCheckKey(asset.key, LAG_CHECK)
-        checks.append(QueueCheck(key, severity, description, _LagRule(limits), queue))
+        checks.append(QueueCheck(key, severity, description, partial(_judge_lag, limits), queue))
     if limits.max_dead_letters is not None:
         key = dg.AssetCheckKey(asset.key, DELIVERED_CHECK)
         most = limits.max_dead_letters
         allowed = f"at most {counted(most, 'dead letter')}" if most else "no dead letter"
-        rule = _DeliveredRule(queue, most)
-        checks.append(QueueCheck(key, severity, f"Queue {queue} has {allowed}.", rule, queue))
+        judge = partial(_judge_dead_letters, most)
+        checks.append(QueueCheck(key, severity, f"Queue {queue} has {allowed}.", judge, queue))
     return checks
 
 
-@dataclass(frozen=True, slots=True)
-class _LagRule:
-    limits: QueueLimits
+def _judge_lag(limits: QueueLimits, look: Look[QueueState]) -> Verdict:
+    state = look.state
+    if (unknown := state.unknown) is not None:
+        return Verdict(False, unknown, state.metadata(), unknown)
+    said = f"{counted(state.depth, 'message')} to receive, the longest wait is {state.seconds:.1f} s"
+    exceeded = []
+    if limits.max_messages is not None and state.depth > limits.max_messages:
+        exceeded.append(counted(limits.max_messages, "message"))
+    if limits.max_seconds is not None and state.seconds > limits.max_seconds:
+        exceeded.append(f"{limits.max_seconds:g} s")
+    if not exceeded:
+        return Verdict(True, f"{said}: within the limits", state.metadata(), "within")
 
-    def __call__(self, look: Look[QueueState]) -> Verdict:
-        state, limits = look.state, self.limits
-        if (unknown := state.unknown) is not None:
-            return Verdict(False, unknown, state.metadata(), unknown)
-        said = f"{counted(state.depth, 'message')} to receive, the longest wait is {state.seconds:.1f} s"
-        exceeded = []
-        if limits.max_messages is not None and state.depth > limits.max_messages:
-            exceeded.append(counted(limits.max_messages, "message"))
-        if limits.max_seconds is not None and state.seconds > limits.max_seconds:
-            exceeded.append(f"{limits.max_seconds:g} s")
-        if not exceeded:
-            return Verdict(True, f"{said}: within the limits", state.metadata(), "within")
-
-        fault = f"{said}: beyond {' and '.join(exceeded)}"
-        return Verdict.beyond(fault, state.metadata(), look, limits.grace, face="beyond")
+    fault = f"{said}: beyond {' and '.join(exceeded)}"
+    return Verdict.beyond(fault, state.metadata(), look, limits.grace, face="beyond")
 
 
-@dataclass(frozen=True, slots=True)
-class _DeliveredRule:
-    queue: str
-    most: int
-
-    def __call__(self, look: Look[QueueState]) -> Verdict:
-        state = look.state
-        if (unknown := state.unknown) is not None:
-            return Verdict(False, unknown, state.metadata(), unknown)
-        if state.dead <= self.most:
-            return Verdict(True, counted(state.dead, "dead letter"), state.metadata(), "delivered")
-        letters = next(str(lag.dead_letters) for lag in state.lags if lag.dead)
-        return Verdict(
-            False,
-            f"{counted(state.dead, 'dead letter')}: `{advised('queue peek', letters)}` shows the errors, "
-            f"`{advised('queue redrive', self.queue)}` moves the messages back",
-            state.metadata(),
-            # More dead letters are reported at once, up to the number that is counted.
-            f"{state.dead} dead",
-        )
+def _judge_dead_letters(most: int, look: Look[QueueState]) -> Verdict:
+    state = look.state
+    if (unknown := state.unknown) is not None:
+        return Verdict(False, unknown, state.metadata(), unknown)
+    if state.dead <= most:
+        return Verdict(True, counted(state.dead, "dead letter"), state.metadata(), "delivered")
+    letters = next(str(lag.dead_letters) for lag in state.lags if lag.dead)
+    return Verdict(
+        False,
+        f"{counted(state.dead, 'dead letter')}: `{advised('queue peek', letters)}` shows the errors, "
+        f"`{advised('queue redrive', state.name)}` moves the messages back",
+        state.metadata(),
+        # More dead letters are reported at once, up to the number that is counted.
+        f"{state.dead} dead",
+    )
 
 
 def build_queue_sensor(
