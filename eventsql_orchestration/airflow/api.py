@@ -127,9 +127,26 @@ class AirflowApi:
         )  # fmt: skip
         return str(run["dag_run_id"])
 
+    def find_dag(self, dag_id: str) -> Any | None:
+        """A DAG; None if there is no such DAG. Raises as `ask`."""
+        return self._find(f"/dags/{quote(dag_id, safe='')}")
+
+    def find_run(self, dag_id: str, run_id: str) -> Any | None:
+        """A run; None if there is no such run. Raises as `ask`."""
+        return self._find(f"/dags/{quote(dag_id, safe='')}/dagRuns/{quote(run_id, safe='')}")
+
+    def _find(self, path: str) -> Any | None:
+        try:
+            return self.ask("GET", path)
+        except AirflowAnswerError as error:
+            if error.status == NOT_FOUND:
+                return None
+            raise
+
     def state(self, dag_id: str, run_id: str) -> str:
-        """The state of a run: queued, running, success or failed. Raises as `ask`."""
-        return str(self.ask("GET", f"/dags/{dag_id}/dagRuns/{quote(run_id, safe='')}")["state"])
+        """The state of a run: queued, running, success, failed, or deleted. Raises as `ask`."""
+        run = self.find_run(dag_id, run_id)
+        return "deleted" if run is None else str(run["state"])
 
 
 def running_airflow(directory: Path) -> str | None:

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, Final
 from urllib.parse import quote, urlsplit
 
-from eventsql_orchestration.airflow.api import CONFLICT, NOT_FOUND, AirflowApi
+from eventsql_orchestration.airflow.api import CONFLICT, AirflowApi
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.orchestration.backfills.launcher import BackfillJob, Ended, Launcher
 from eventsql_orchestration.orchestration.backfills.windows import read_key
@@ -75,12 +75,8 @@ class AirflowRuns(Launcher):
     @cached_property
     def job(self) -> BackfillJob:
         dag = self._dag or self._scheduled()
-        try:
-            self._api.ask("GET", f"/dags/{quote(dag, safe='')}")
-        except AirflowAnswerError as error:
-            if error.status != NOT_FOUND:
-                raise
-            raise ValidationError(f"Airflow at {self._api.url} has no DAG {dag!r}: name another with --dag") from None
+        if self._api.find_dag(dag) is None:
+            raise ValidationError(f"Airflow at {self._api.url} has no DAG {dag!r}: name another with --dag")
         assets = [
             asset["name"]
             for asset in self._api.pages("/assets", "assets", dag_ids=dag)
@@ -111,7 +107,8 @@ class AirflowRuns(Launcher):
             raise LocalAirflowError(f"DAG {self.job.name} is paused, and its runs would wait: unpause it")
 
     def _is_paused(self) -> bool:
-        return bool(self._api.ask("GET", f"/dags/{quote(self.job.name, safe='')}")["is_paused"])
+        dag = self._api.find_dag(self.job.name)
+        return dag is not None and bool(dag["is_paused"])
 
     def was_run(self, backfill_id: str) -> bool:
         return any(True for _ in self._runs(backfill_id))
@@ -149,12 +146,7 @@ class AirflowRuns(Launcher):
         ids, dag = list(runs), self.job.name
         ended = {}
         for run in ids:
-            try:
-                state = self._api.state(dag, run)
-            except AirflowAnswerError as error:
-                if error.status != NOT_FOUND:
-                    raise
-                state = "deleted"
+            state = self._api.state(dag, run)
             if state not in UNDER_WAY:
                 page = f"{self._api.url}/dags/{quote(dag, safe='')}/runs/{quote(run, safe='')}"
                 ended[run] = Ended(state == "success", f"its run is {state}: see {page}")

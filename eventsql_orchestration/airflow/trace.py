@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from datetime import datetime
-from urllib.parse import quote
 
-from eventsql_orchestration.airflow.api import NOT_FOUND, AirflowApi
-from eventsql_orchestration.orchestration.errors import AirflowAnswerError
+from eventsql_orchestration.airflow.api import AirflowApi
 from eventsql_orchestration.orchestration.owners import read_airflow_run
 from eventsql_orchestration.orchestration.trace.runs import RunFacts
 
@@ -18,11 +16,7 @@ class ServedDagRuns:
 
     def run(self, run_id: str) -> RunFacts | None:
         dag, run = read_airflow_run(run_id)
-        try:
-            found = self._api.ask("GET", f"/dags/{quote(dag, safe='')}/dagRuns/{quote(run, safe='')}")
-        except AirflowAnswerError as error:
-            if error.status != NOT_FOUND:
-                raise
+        if (found := self._api.find_run(dag, run)) is None:
             return None
         started, ended = _time(found["start_date"]), _time(found["end_date"])
         return RunFacts(run_id, dag, found["state"].upper(), started, ended, found["partition_key"], None, ())

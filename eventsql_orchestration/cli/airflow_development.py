@@ -156,7 +156,7 @@ class _Running(RunningSystem[tuple[str, str]]):
             )
         for dag in setup:
             _, state = self._run(dag, time.monotonic() + timeout)
-            if state == "failed":
+            if state != "success":
                 raise LocalAirflowError(f"DAG {dag} failed: see its log at {airflow.url}, or in {self.log}")
         # Its watchers would look for consumers that are not there yet.
         airflow.start(["triggerer"])
@@ -171,7 +171,7 @@ class _Running(RunningSystem[tuple[str, str]]):
     def simulate(self, deadline: float) -> bool:
         runs = self.start_simulations()
         for dag, run in runs:
-            if self._wait(dag, run, deadline) == "failed":
+            if self._wait(dag, run, deadline) != "success":
                 raise RoundError(f"DAG {dag} failed: see its log in {self.log}")
         return bool(runs)
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import psutil
@@ -15,15 +16,17 @@ import pytest
 from airflow.sdk import Connection
 from click.testing import CliRunner
 from cryptography.fernet import Fernet
+from rich.progress import Progress
 
 from eventsql_orchestration.airflow.api import AirflowApi
 from eventsql_orchestration.airflow.hook import EventSQLHook
 from eventsql_orchestration.airflow.local import LocalAirflow, connection_of, kill_session
 from eventsql_orchestration.airflow.round_runs import run_counts
 from eventsql_orchestration.cli import main
-from eventsql_orchestration.cli.airflow_development import _metadata_database
+from eventsql_orchestration.cli.airflow_development import _metadata_database, _Running
 from eventsql_orchestration.database.urls import parse_dsn
 from eventsql_orchestration.orchestration.local_processes import PROCESSES_LOCK, only_one, start_group
+from tests.airflow.served import FakeAirflow, serving
 
 
 @pytest.mark.parametrize(
@@ -48,6 +51,16 @@ class Answers:
 
     def pages(self, _path: str, field: str, **_query: Any) -> list[dict[str, Any]]:
         return self.lists[field]
+
+
+def test_a_simulation_whose_run_was_deleted_has_ended() -> None:
+    with serving(FakeAirflow()) as url:
+        nothing = cast("Any", None)
+        running = _Running(
+            context=nothing, platform=nothing, progress=Progress(disable=True), ui="", log=Path(), check=nothing,
+            airflow=cast("LocalAirflow", SimpleNamespace(api=AirflowApi(url))), started=datetime.now(UTC), orders=None,
+        )  # fmt: skip
+        assert running.has_ended(("billing", "deleted"))
 
 
 def test_a_round_counts_runs_by_their_claims_and_events_by_their_publications() -> None:
