@@ -229,7 +229,7 @@ class LocalAirflow:
         """Wait until the API server answers and every other part has reported. Raises `LocalAirflowError`."""
         deadline = time.monotonic() + self.start_timeout
         while (waiting_for := self._not_ready()) is not None:
-            self.check()
+            self.require_running()
             if time.monotonic() >= deadline:
                 raise LocalAirflowError(
                     f"Airflow did not start within {self.start_timeout:g} s ({waiting_for}): see the logs in "
@@ -248,7 +248,7 @@ class LocalAirflow:
             (part for part in parts if (health.get(part.replace("-", "_")) or {}).get("status") != "healthy"), None
         )
 
-    def check(self) -> None:
+    def require_running(self) -> None:
         """Raises `LocalAirflowError` if a part has ended by itself."""
         for part, process in self.parts.items():
             if process.poll() is not None:

@@ -118,7 +118,7 @@ class RunningAirflow:
 
     def _await(self, condition: Callable[[], bool], what: str) -> None:
         def reached() -> bool:
-            self.local.check()
+            self.local.require_running()
             return condition()
 
         self.crew.wait(reached, limit=LIMIT, what=f"{what} (see the logs in {self.local.home})")

@@ -90,7 +90,7 @@ def develop(
             transferring(platform, stop_seconds=5.0),
         ):  # fmt: skip
             running = _Running(
-                context=context, platform=platform, progress=progress, log=home, check=airflow.check,
+                context=context, platform=platform, progress=progress, log=home, check=airflow.require_running,
                 ui=f"The Airflow UI is at {airflow.url}", keep_spark=keep_spark, airflow=airflow, started=started,
                 orders=orders,
             )  # fmt: skip
