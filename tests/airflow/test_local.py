@@ -53,14 +53,30 @@ class Answers:
         return self.lists[field]
 
 
+def running_with(api: object) -> _Running:
+    nothing = cast("Any", None)
+    return _Running(
+        context=nothing, platform=nothing, progress=Progress(disable=True), ui="", log=Path("logs"), check=nothing,
+        airflow=cast("LocalAirflow", SimpleNamespace(api=api)), started=datetime.now(UTC), orders=None,
+    )  # fmt: skip
+
+
 def test_a_simulation_whose_run_was_deleted_has_ended() -> None:
     with serving(FakeAirflow()) as url:
-        nothing = cast("Any", None)
-        running = _Running(
-            context=nothing, platform=nothing, progress=Progress(disable=True), ui="", log=Path(), check=nothing,
-            airflow=cast("LocalAirflow", SimpleNamespace(api=AirflowApi(url))), started=datetime.now(UTC), orders=None,
-        )  # fmt: skip
-        assert running.has_ended(("billing", "deleted"))
+        assert running_with(AirflowApi(url)).has_ended(("billing", "deleted"))
+
+
+def test_a_round_names_the_checks_that_did_not_pass() -> None:
+    lists = {
+        "dags": [{"dag_id": "checks"}],
+        "task_instances": [{"task_id": "sums", "state": "failed"}, {"task_id": "fares", "state": "success"}],
+    }
+    answers = SimpleNamespace(
+        trigger=lambda _dag: "manual__1", state=lambda _dag, _run: "failed",
+        pages=lambda _path, field, **_query: lists[field],
+    )  # fmt: skip
+    faults = running_with(answers).verify(deadline=0.0)
+    assert faults == ["check sums of DAG checks did not pass: see its log in logs"]
 
 
 def test_a_round_counts_runs_by_their_claims_and_events_by_their_publications() -> None:
