@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -155,18 +157,6 @@ def test_a_launch_does_not_wait_for_the_runs_of_a_server_that_is_ending(deployme
     wait_until(server.has_ended, "the end of the server")
 
 
-def test_a_second_process_of_a_run_leaves_it_to_the_first(deployment: Deployment) -> None:
-    run = deployment.create()
-    first = Worker.of_process(run, os.getpid())
-    deployment.instance.add_run_tags(run, first.tags())
-    server = _server(deployment, run)
-    server.launch(run, resume=False)
-    _close(server)
-    assert deployment.run(run).status is dg.DagsterRunStatus.NOT_STARTED
-    assert deployment.worker(run) == first
-    assert not (deployment.root / "first" / run).exists()
-
-
 @pytest.mark.nightly
 def test_if_the_system_refuses_a_process_the_queue_tries_again_and_a_report_is_made_later(
     deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -195,7 +185,8 @@ def test_a_server_that_dies_before_its_answer_leaves_no_process_of_the_run(
     deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = deployment.create()
-    monkeypatch.setenv("KILLED", "before the answer")
+    (tmp_path / "window").write_text("before the answer")
+    monkeypatch.setenv("KILLED", str(tmp_path / "window"))
     server = _other(deployment, run, killed_server, tmp_path / "python")
     with pytest.raises(ReplacedError, match="its server was ended by"):
         server.launch(run, resume=False)
@@ -207,31 +198,58 @@ def test_a_server_that_dies_before_its_answer_leaves_no_process_of_the_run(
     assert len(starts) == 1
 
 
-def test_a_server_that_dies_after_its_answer_leaves_a_run_that_has_not_begun(
-    deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = deployment.create()
-    monkeypatch.setenv("KILLED", "after the answer")
-    server = _other(deployment, run, killed_server, tmp_path / "python")
-    child = server.launch(run, resume=False)
-    worker = Worker.of_process(run, child)
-    wait_until(lambda: not worker.is_alive(), "the end of the child")
+@dataclass
+class Killable:
+    """A server that dies, or whose child dies, at the window that a file names."""
+
+    server: ServerProcess
+    window: Path
+
+
+@pytest.fixture(scope="module")
+def killable(deployment: Deployment, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Killable]:
+    """One server for three tests. The last of them kills it."""
+    directory = tmp_path_factory.mktemp("killable")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KILLED", str(directory / "window"))
+        server = _other(deployment, deployment.create(), killed_server, directory / "python")
+    yield Killable(server, directory / "window")
     _close(server)
-    # Run monitoring reports it after `start_timeout_seconds`.
+
+
+def test_a_second_process_of_a_run_leaves_it_to_the_first(deployment: Deployment, killable: Killable) -> None:
+    run = deployment.create()
+    first = Worker.of_process(run, os.getpid())
+    deployment.instance.add_run_tags(run, first.tags())
+    child = killable.server.launch(run, resume=False)
+    wait_until(lambda: not psutil.pid_exists(child), "the end of the child")
+    wait_until(lambda: not psutil.Process(killable.server.pid).children(), "the end of a report of its end")
     assert deployment.run(run).status is dg.DagsterRunStatus.NOT_STARTED
+    assert deployment.worker(run) == first
     assert not (deployment.root / "first" / run).exists()
 
 
 def test_the_death_of_a_process_that_has_not_begun_is_reported_and_its_server_goes_on(
-    deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    deployment: Deployment, killable: Killable
 ) -> None:
     run = deployment.create()
-    monkeypatch.setenv("KILLED", "the child")
-    server = _other(deployment, run, killed_server, tmp_path / "python")
-    server.launch(run, resume=False)
+    killable.window.write_text("the child")
+    killable.server.launch(run, resume=False)
     assert deployment.ended(run) is dg.DagsterRunStatus.FAILURE
-    assert not server.has_ended()
-    _close(server)
+    assert not killable.server.has_ended()
+
+
+def test_a_server_that_dies_after_its_answer_leaves_a_run_that_has_not_begun(
+    deployment: Deployment, killable: Killable
+) -> None:
+    run = deployment.create()
+    killable.window.write_text("after the answer")
+    child = killable.server.launch(run, resume=False)
+    worker = Worker.of_process(run, child)
+    wait_until(lambda: not worker.is_alive(), "the end of the child")
+    # Run monitoring reports it after `start_timeout_seconds`.
+    assert deployment.run(run).status is dg.DagsterRunStatus.NOT_STARTED
+    assert not (deployment.root / "first" / run).exists()
 
 
 @pytest.mark.nightly
