@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Final, cast
 
@@ -14,6 +15,7 @@ from sqlalchemy import event
 
 from eventsql_orchestration import NOT_PARTITIONED, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.lag import ConsumerLag
+from eventsql_orchestration.dagster.kept_platforms import KEPT
 from eventsql_orchestration.dagster.lineage.origin import ExecutionContext, lineage
 from eventsql_orchestration.database import CallersConnection, is_pooled
 from eventsql_orchestration.database.urls import parse_dsn
@@ -109,8 +111,8 @@ class EventSQLResource(PlatformAccess, dg.ConfigurableResource[Any]):
     def bounded(self, timeout: float) -> EventSQL:
         """A separate platform that limits each statement to `timeout` seconds. The caller closes it.
 
-        It is for ticks: after Dagster gave a tick up, the tick must not go on holding locks. It never migrates the
-        schema, because a migration may take longer.
+        After Dagster gave a tick up, the tick must not go on holding locks. It never migrates the schema, because a
+        migration may take longer.
         """
         urls = split_urls(self.dsn)
         if len(urls) > 1:
@@ -135,6 +137,10 @@ class EventSQLResource(PlatformAccess, dg.ConfigurableResource[Any]):
         for shard in platform.shards:
             event.listen(shard.database.engine, "connect", limit)
         return platform
+
+    def for_tick(self, timeout: float) -> AbstractContextManager[EventSQL]:
+        """As `bounded`, for the block of a tick: ticks share the platform, and `KEPT` closes it after a minute."""
+        return KEPT.use((self.dsn, self.db_schema, timeout), lambda: self.bounded(timeout))
 
     def teardown_after_execution(self, context: dg.InitResourceContext) -> None:  # noqa: ARG002 - Dagster gives it
         with self._lock:

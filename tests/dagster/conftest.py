@@ -18,6 +18,7 @@ from eventsql_orchestration import EventSQL, Publication, Shard, Topic
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, WorkerDefinition, write_instance
 from eventsql_orchestration.dagster.consumers.tick import Budget, Tick
+from eventsql_orchestration.dagster.kept_platforms import KEPT
 from eventsql_orchestration.dagster.local.instance import STORAGE_VARIABLE
 from eventsql_orchestration.dagster.tags import CLAIM_TAG
 from eventsql_orchestration.orchestration.owners import owner_of_run
@@ -84,6 +85,12 @@ def eventsql(dsn: str) -> Iterator[EventSQLResource]:
     yield resource
     # The test itself closes what it uses outside of a run.
     resource.platform.close()
+
+
+@pytest.fixture(autouse=True)
+def _without_kept_platforms() -> Iterator[None]:
+    yield
+    KEPT.close()
 
 
 def registering(*given: Topic | ConsumerDefinition) -> Callable[[EventSQL], None]:

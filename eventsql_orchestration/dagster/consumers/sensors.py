@@ -50,7 +50,7 @@ def build_sensor(
         tags=CONSUMER_RUN,
     )
     def tick(context: dg.SensorEvaluationContext, eventsql: EventSQLResource) -> Answer:
-        with eventsql.bounded(watch.options.statement_timeout) as platform:
+        with eventsql.for_tick(watch.options.statement_timeout) as platform:
             return evaluate_and_linger(watch, platform, context)
 
     return tick

@@ -100,7 +100,7 @@ def monitoring_sensor(
     )  # fmt: skip
     def tick(context: dg.SensorEvaluationContext, eventsql: EventSQLResource) -> dg.SensorResult:
         try:
-            with eventsql.bounded(DEFAULT_TICKS.statement_timeout) as platform:
+            with eventsql.for_tick(DEFAULT_TICKS.statement_timeout) as platform:
                 return observe(platform, context)
         except SchemaOutdatedError as error:
             return dg.SensorResult(skip_reason=error.message, cursor=context.cursor)
