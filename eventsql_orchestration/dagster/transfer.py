@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import dagster as dg
@@ -85,12 +85,12 @@ def build_transfer_schedule(
     def keep_moving(context: dg.ScheduleEvaluationContext, eventsql: EventSQLResource) -> dg.SkipReason:
         background = in_background(eventsql, polling_delay)
         with eventsql.bounded(DEFAULT_TICKS.statement_timeout) as platform:
-            return dg.SkipReason(tick(platform, background, context.log))
+            return dg.SkipReason(tick(platform, background, lambda: context.log))
 
     return keep_moving
 
 
-def tick(platform: EventSQL, background: "BackgroundTransfer", log: logging.Logger) -> str:
+def tick(platform: EventSQL, background: "BackgroundTransfer", open_log: Callable[[], logging.Logger]) -> str:
     """Move the events in the buffer, and say what was moved since the last tick.
 
     Raises the error of a topic whose events cannot be moved, or of a shard with a fault, after the other topics and
@@ -106,7 +106,7 @@ def tick(platform: EventSQL, background: "BackgroundTransfer", log: logging.Logg
     except SchemaOutdatedError as error:
         return error.message
     for shard, fault in done.left_out.items():
-        log.warning("shard %s: %s", shard, fault)
+        open_log().warning("shard %s: %s", shard, fault)
     faults = [fault for fault in done.left_out.values() if not isinstance(fault, DatabaseUnavailableError)]
     if faults or not done.of:
         raise (faults or list(done.left_out.values()))[0]

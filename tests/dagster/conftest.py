@@ -224,8 +224,8 @@ class Workbench:
 
     def at(self, ahead: float) -> Tick:
         """A tick on the only database, whose clock is so many seconds ahead."""
-        shard, log = self.platform.shards[0], logging.getLogger()
-        return Tick(shard, self.instance, log, Budget(math.inf, 1), lambda: time.time() + ahead)
+        shard = self.platform.shards[0]
+        return Tick(shard, self.instance, logging.getLogger, Budget(math.inf, 1), lambda: time.time() + ahead)
 
     def effects(self) -> list[int]:
         """The ids of events in the order in which they took effect."""

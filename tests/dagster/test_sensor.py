@@ -6,10 +6,12 @@ import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import dagster as dg
 import pytest
+from dagster._core.execution.build_resources import wrap_resources_for_execution
 
 from eventsql_orchestration import Consumer, EventSQL, Topic
 from eventsql_orchestration.consuming.claims import Claim
@@ -383,3 +385,18 @@ def test_an_in_process_consumer_and_a_tick_share_a_partition(bench: Workbench) -
     assert bench.platform.consumers.consume_once("rides", "eager", record) == 0, "the partition is leased"
     assert bench.run(eager, request).success
     assert bench.effects() == ids
+
+
+def test_a_tick_that_has_nothing_to_say_leaves_no_file(bench: Workbench, shared_instance: dg.DagsterInstance) -> None:
+    with dg.SensorEvaluationContext(
+        shared_instance.get_ref(), log_key=["ledger", "tick"], repository_name="r", sensor_name="s",
+        resources=wrap_resources_for_execution({"eventsql": bench.eventsql}),
+    ) as context:  # fmt: skip
+        assert ledger.sensors[0].evaluate_tick(context).skip_message == "no events wait after offset 0"
+    files = Path(shared_instance.storage_directory())
+    assert not [each for each in files.rglob("*") if each.name.startswith("tick")]
+    with dg.SensorEvaluationContext(
+        shared_instance.get_ref(), log_key=["ledger", "tick"], repository_name="r", sensor_name="s"
+    ) as context:
+        context.log.info("something")
+    assert [each.name for each in files.rglob("*") if each.name.startswith("tick")] == ["tick.err"]

@@ -96,8 +96,7 @@ def look(platform: EventSQL) -> object:
 
 
 def look_in_a_tick(platform: EventSQL) -> object:
-    log = logging.getLogger(__name__)
-    return evaluate(SimpleNamespace(options=TickOptions()), platform, dg.DagsterInstance.ephemeral(), log)
+    return evaluate(SimpleNamespace(options=TickOptions()), platform, dg.DagsterInstance.ephemeral(), logging.getLogger)
 
 
 def scrape(platform: EventSQL) -> object:

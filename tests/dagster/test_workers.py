@@ -135,8 +135,8 @@ def test_runs_of_another_location_handle_another_databases_queue(work: Work) -> 
 
     def requests(origin: RegisteredCodeLocationOrigin) -> int:
         watch = QueueWatch("pictures", "thumbnails", LIMITS, "work_thumbnails")
-        log, own_runs = logging.getLogger(), location_tags(origin, "__repository__")
-        answer = evaluate(watch, work.bench.platform, instance, log, own_runs=own_runs)
+        own_runs = location_tags(origin, "__repository__")
+        answer = evaluate(watch, work.bench.platform, instance, logging.getLogger, own_runs=own_runs)
         return 0 if isinstance(answer, dg.SkipReason) else len(answer)
 
     assert requests(ours) == 1

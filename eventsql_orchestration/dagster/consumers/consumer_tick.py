@@ -138,7 +138,8 @@ class ConsumerWatch(Watched):
                 if not requests:
                     raise
                 # If the tick failed now, the claims made so far would have no runs until their leases end.
-                tick.log.warning("the tick ends at partition %d of %s: %s", standing.partition, self.label, error)
+                log = tick.open_log()
+                log.warning("the tick ends at partition %d of %s: %s", standing.partition, self.label, error)
                 break
             if isinstance(answer, dg.RunRequest):
                 requests[standing.partition] = answer

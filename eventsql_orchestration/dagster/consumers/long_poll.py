@@ -36,7 +36,7 @@ _SERVER_LIMITS: Final = ("DAGSTER_GRPC_MAX_WORKERS", "DAGSTER_CODE_SERVER_MAX_WO
 def evaluate_and_linger(watch: Watch, platform: EventSQL, context: dg.SensorEvaluationContext) -> Answer:
     """One tick, like `evaluate`. If it finds nothing, it looks again at each notification, for `linger` seconds."""
     own_runs = location_tags(context.code_location_origin, context.repository_name)
-    look = partial(evaluate, watch, platform, context.instance, context.log, own_runs=own_runs)
+    look = partial(evaluate, watch, platform, context.instance, lambda: context.log, own_runs=own_runs)
     deadline = time.monotonic() + watch.options.linger
     answer = look()
     if not isinstance(answer, NothingYet):

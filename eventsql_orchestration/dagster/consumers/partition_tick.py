@@ -86,7 +86,7 @@ class PartitionTick:
         tick, live, run = self.tick, state.claim, state.run
         if decision.release and live is not None and run is not None:
             if tick.shard.claims.release(live):
-                tick.log.info("released %s: run %s is %s", live, run.run_id, run.label)
+                tick.open_log().info("released %s: run %s is %s", live, run.run_id, run.label)
             elif decision.presumed_dead is not None:
                 return dg.SkipReason(f"run {run.run_id} has just adopted {live}")
 
@@ -157,5 +157,5 @@ def _report_dead(run_id: str, tick: Tick) -> None:
         return
     run = record.dagster_run
     why = "did not renew its lease, and its partition was claimed again"
-    tick.log.warning("run %s %s: reporting the run as failed", run_id, why)
+    tick.open_log().warning("run %s %s: reporting the run as failed", run_id, why)
     tick.instance.report_run_failed(run, message=f"The run {why}: its process is presumed dead.")

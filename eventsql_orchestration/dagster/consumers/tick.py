@@ -38,13 +38,15 @@ class Budget:
 class Tick:
     """One evaluation of a sensor on a shard: the shard, Dagster, and the clock, in seconds since 1970.
 
+    Dagster's log of a tick is a file, which stays. So `open_log` gives the log to a tick that has something to say.
+
     `own_runs` are the tags by which Dagster finds the runs of this code location. Another location may have a consumer
     or a queue of the same name in another database.
     """
 
     shard: Shard
     instance: dg.DagsterInstance
-    log: logging.Logger
+    open_log: Callable[[], logging.Logger]
     budget: Budget
     clock: Callable[[], float] = time.time
     own_runs: Mapping[str, str] = field(default_factory=dict)
@@ -136,7 +138,7 @@ def evaluate(
     watch: Watch,
     platform: EventSQL,
     instance: dg.DagsterInstance,
-    log: logging.Logger,
+    open_log: Callable[[], logging.Logger],
     *,
     own_runs: Mapping[str, str] = MappingProxyType({}),
 ) -> Answer:
@@ -147,7 +149,7 @@ def evaluate(
     `ShardSetError` if the databases are not the shards of one set.
     """
     budget = Budget(time.monotonic() + watch.options.budget, watch.options.max_requests)
-    tick = Tick(platform.shards[0], instance, log, budget, own_runs=own_runs)
+    tick = Tick(platform.shards[0], instance, open_log, budget, own_runs=own_runs)
     if len(platform.shards) == 1:
         return watch.evaluate(tick)
     try:
@@ -168,7 +170,7 @@ def evaluate(
             errors.append(error)
             is_down = isinstance(error, DatabaseUnavailableError)
             answer = dg.SkipReason(f"it is down: {error.message}" if is_down else error.message)
-            log.warning("shard %s: %s", shard.label, answer.skip_message)
+            open_log().warning("shard %s: %s", shard.label, answer.skip_message)
         if isinstance(answer, dg.SkipReason):
             reasons[shard.label] = answer
         else:

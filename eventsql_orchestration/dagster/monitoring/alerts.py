@@ -81,7 +81,7 @@ def build_alert_sensor(
     )
     def alert(context: dg.SensorEvaluationContext) -> dg.SensorResult:
         known: dict[str, str] = read_cursor(context.cursor)
-        sent = _send(_changes(context.instance, keys, known), notify, known, context.log)
+        sent = _send(_changes(context.instance, keys, known), notify, known, lambda: context.log)
         return dg.SensorResult(
             skip_reason=f"{counted(sent, 'alert')} sent" if sent else "no check has changed", cursor=json.dumps(known)
         )
@@ -105,7 +105,9 @@ def _changes(
                 yield latest
 
 
-def _send(alerts: Iterable[CheckAlert], notify: Notify, known: dict[str, str], log: logging.Logger) -> int:
+def _send(
+    alerts: Iterable[CheckAlert], notify: Notify, known: dict[str, str], open_log: Callable[[], logging.Logger]
+) -> int:
     """Send alerts, and note the states that are sent. Returns their number. Raises the last error if none is sent."""
     sent = 0
     failure: Exception | None = None
@@ -113,7 +115,7 @@ def _send(alerts: Iterable[CheckAlert], notify: Notify, known: dict[str, str], l
         try:
             check_returned(notify(alert))
         except Exception as error:  # noqa: BLE001 - one error of a user's function must not stop other alerts
-            log.error("not sent, the next tick tries again: %s (%s: %s)", alert, type(error).__name__, error)
+            open_log().error("not sent, the next tick tries again: %s (%s: %s)", alert, type(error).__name__, error)
             failure = error
         else:
             known[dg.AssetCheckKey(alert.asset, alert.check).to_user_string()] = alert.state
