@@ -78,16 +78,19 @@ class LastClaim:
 
 @dataclass(frozen=True, slots=True)
 class PartitionClaims:
-    """State of a partition: whether events wait, whether it is leased, its live claim, and its latest claim."""
+    """State of a partition: whether events wait after its offset, who has it, its live and its latest claim."""
 
     partition: int
     waiting: bool
     leased: bool
     claim: Claim | None
     last: LastClaim | None = None
+    offset: int = 0
+    paused: bool = False
 
     @classmethod
     def of_row(cls, row: Sequence[Any]) -> PartitionClaims:
-        partition, waiting, leased, owner, seconds, *claim = row
+        partition, offset, waiting, leased, paused, owner, seconds, *claim = row
         live = None if claim[0] is None else Claim.of_row(claim)
-        return cls(partition, waiting, leased, live, None if owner is None else LastClaim(owner, seconds))
+        last = None if owner is None else LastClaim(owner, seconds)
+        return cls(partition, waiting, leased, live, last, offset, paused)

@@ -17,11 +17,13 @@ from eventsql_orchestration import Consumer, EventSQL, Topic
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, RunLimits, TickOptions, consumer_asset
 from eventsql_orchestration.dagster.consumers.consumer_tick import ConsumerWatch
+from eventsql_orchestration.dagster.consumers.options import DEFAULT_TICKS
 from eventsql_orchestration.dagster.tags import FINISHED
 from eventsql_orchestration.errors import RedefinitionError
 from eventsql_orchestration.orchestration.owners import owner_of_run
 from tests.dagster.conftest import Workbench, registering, request_of
 from tests.dagster.location import ledger, record
+from tests.fixtures import SaidBy
 
 TOPIC = Topic("rides")
 
@@ -65,6 +67,19 @@ def test_each_partition_has_a_sensor_that_claims_its_own_events(bench: Workbench
     assert bench.tick(ledger.sensors[0]) == "no events wait after offset 0"
     assert bench.claims() == []
     assert request_of(bench.tick(ledger.sensors[1])).tags["eventsql/partition"] == "1"
+
+
+def test_a_tick_of_a_partition_without_events_is_one_statement(bench: Workbench, said_by: SaidBy) -> None:
+    bench.tick(ledger.sensors[0])
+    with bench.eventsql.for_tick(DEFAULT_TICKS.statement_timeout) as platform:
+        said = said_by(platform.database)
+    assert bench.tick(ledger.sensors[0]) == "no events wait after offset 0"
+    assert said.verbs() == ["SELECT"]
+
+
+def test_a_paused_partition_without_events_says_that_it_is_paused(bench: Workbench) -> None:
+    bench.platform.registry.pause("orders", "ledger")
+    assert "the consumer is paused" in bench.tick(ledger.sensors[0])
 
 
 def test_too_few_events_wait_for_more(bench: Workbench) -> None:

@@ -148,14 +148,17 @@ class ConsumerWatch(Watched):
         return [requests[partition] for partition in sorted(requests)] or _skipped(sight.standings, reasons)
 
     def _evaluate_one(self, partition: int, sight: Sight, tick: Tick) -> Answer:
-        """Attend to the only partition, even if it seems to need no attention: the answer says why."""
+        """Attend to the only partition, unless it has neither events nor an owner. The answer says why."""
         standing, topic, name = sight.standings.get(partition), self.topic, self.consumer.name
         if standing is None:
             return dg.SkipReason(
                 f"consumer {name!r} of topic {topic.name!r} has no partition {partition}, but "
                 f"{named(sorted(sight.standings))}, and is defined for {topic.partitions}"
             )
-        answer = self.attend(sight, standing, tick)
+        answer: dg.RunRequest | dg.SkipReason = NothingYet(f"no events wait after offset {standing.offset}")
+        taken = standing.claim is not None or standing.leased or standing.paused
+        if taken or self.needs_attention(sight, standing, tick):
+            answer = self.attend(sight, standing, tick)
         if isinstance(answer, dg.RunRequest):
             return [answer]
         if self.consumer.partitioned and len(sight.standings) > topic.partitions:

@@ -49,9 +49,10 @@ LEFT JOIN LATERAL (
 ) waiting ON true
 WHERE c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s AND (waiting.some OR c.eql_partition >= 0);
 
--- part standing -- Whether events (or a layout) wait after a partition's offset; whether it is leased; the owner of its
--- latest claim, and the seconds since that claim ended (or began, if it is live); the live claim.
-c.eql_partition, waiting.some IS NOT NULL OR c.eql_until IS NOT NULL, coalesce(c.eql_lease_expires_at > clock_timestamp(), false),
+-- part standing -- Where a partition has come to; whether events (or a layout) wait there; whether it is leased, and
+-- paused; the owner of its latest claim, and the seconds since that claim ended (or began, if it is live); the live claim.
+c.eql_partition, {offset}, waiting.some IS NOT NULL OR c.eql_until IS NOT NULL,
+coalesce(c.eql_lease_expires_at > clock_timestamp(), false), c.eql_paused,
 last.owner, last.seconds,
 l.eql_id, l.eql_topic, l.eql_consumer, l.eql_partition, l.eql_after, l.eql_upto, l.eql_events, l.eql_epoch,
 l.eql_owner, l.eql_state
