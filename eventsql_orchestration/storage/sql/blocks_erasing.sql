@@ -1,18 +1,14 @@
 -- parts of erasing
 
--- part chosen -- Whether an event is to be erased; with `copies` only events that were redriven.
-(eql_key = ANY (%(keys)s::text[]) AND (NOT %(copies)s OR strpos(eql_metadata::text, '"redriven_from"') > 0)
-    AND {clear} IS NOT TRUE)
-
 -- part events of metadata -- The events of a block, whose metadata are in this column.
 unnest(b.eql_keys, b.eql_values, {metadata}) WITH ORDINALITY AS e (eql_key, eql_value, eql_metadata, number)
 
 -- part values of metadata -- The values of a block, each of an event to be erased empty.
-ARRAY(SELECT CASE WHEN {chosen} THEN '' ELSE e.eql_value END FROM {events of {metadata}} ORDER BY e.number)
+ARRAY(SELECT CASE WHEN {wanted} THEN '' ELSE e.eql_value END FROM {events of {metadata}} ORDER BY e.number)
 
 -- part marks of metadata -- The metadata of a block, each of an event to be erased with the mark.
 ARRAY(
-    SELECT CASE WHEN {chosen} THEN {marked} ELSE coalesce(e.eql_metadata, '{{}}'::json) END
+    SELECT CASE WHEN {wanted} THEN {marked} ELSE coalesce(e.eql_metadata, '{{}}'::json) END
     FROM {events of {metadata}}
     ORDER BY e.number
 )
@@ -26,7 +22,7 @@ found AS MATERIALIZED (
         CROSS JOIN LATERAL {events of b.eql_metadata}
         WHERE b.eql_id > %(after)s AND b.eql_id <= %(upto)s AND b.eql_keys && %(keys)s::text[]
     ) log
-    WHERE {chosen}
+    WHERE {wanted}
     GROUP BY eql_id, eql_key
 )
 
@@ -56,7 +52,7 @@ found AS MATERIALIZED (
         WHERE (b.eql_topic, b.eql_id) > (%(topic)s, %(after)s) AND (b.eql_topic, b.eql_id) <= (%(topic)s, %(upto)s)
           AND b.eql_keys && %(keys)s::text[]
     ) buffer
-    WHERE {chosen}
+    WHERE {wanted}
     GROUP BY eql_id, eql_key
 )
 

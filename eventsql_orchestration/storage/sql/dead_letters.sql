@@ -1,5 +1,4 @@
--- part erased -- Whether an event was erased.
-(octet_length(l.eql_value) = 0 AND starts_with(l.eql_metadata::text, '{{"eventsql_erased":'))
+-- parts of erasing
 
 -- part about -- The metadata of a dead letter. Another program may have written any JSON.
 {schema}.readable_metadata(l.eql_metadata)

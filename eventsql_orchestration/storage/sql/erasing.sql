@@ -16,7 +16,8 @@
 ), '') ELSE '' END || '}}')::json
 
 -- part wanted -- Whether an event is to be erased; with `copies` only events that were redriven.
-(eql_key = ANY (%(keys)s::text[]) AND (NOT %(copies)s OR strpos(eql_metadata::text, '"redriven_from"') > 0) AND NOT {clear})
+(eql_key = ANY (%(keys)s::text[]) AND (NOT %(copies)s OR strpos(eql_metadata::text, '"redriven_from"') > 0)
+    AND {clear} IS NOT TRUE)
 
 -- part window -- The events to erase in a range of ids.
 eql_id > %(after)s AND eql_id <= %(upto)s AND {wanted}
