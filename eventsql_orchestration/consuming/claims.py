@@ -90,9 +90,8 @@ class Claims:
         """
         max_wait = check_seconds("max_wait", max_wait, zero=True)
         lease = check_seconds("lease", lease, zero=False)
-        timeout = check_seconds("timeout", timeout, zero=True)
+        timeout = check_seconds("timeout", timeout, zero=False)
         check_batch(min_events, max_events)
-        check_seconds("timeout", timeout, zero=False)
         wanted = ClaimRequest(
             ConsumerPartition(topic, consumer, partition), owner=owner, min_events=min_events, max_events=max_events,
             max_wait=max_wait, lease=lease, timeout=timeout, isolate=isolate, instead_of=instead_of,
