@@ -78,7 +78,6 @@ class Throttles:
         self._of: weakref.WeakValueDictionary[tuple[str, str], Throttle] = weakref.WeakValueDictionary()
 
     def of(self, topic: str, consumer: str) -> Throttle:
-        """The throttle of a consumer."""
         with self._lock:
             throttle = self._of.get((topic, consumer))
             if throttle is None:

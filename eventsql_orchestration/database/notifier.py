@@ -61,7 +61,6 @@ class Notifier:
         after_fork(self, Notifier._after_fork)
 
     def _after_fork(self) -> None:
-        """See `forks`."""
         self._lock, self._wake, self._stop = threading.Lock(), Wake(), threading.Event()
         self._pending, self._thread = {}, None
 

@@ -237,7 +237,6 @@ class Pool:
         self._closings += 1
 
     def _after_fork(self) -> None:
-        """See `forks`."""
         # Never given back: a thread of the parent can have held the lock of its pool.
         OF_PARENTS.extend(self._spares)
         self._spares = []

@@ -128,5 +128,4 @@ def in_blocks(publications: list[Publication], partitions: Iterable[int]) -> Ite
 
 
 def slices(publications: Sequence[_T], events: int) -> Iterator[Sequence[_T]]:
-    """The publications in slices of `events`."""
     return (publications[start : start + events] for start in range(0, len(publications), events))

@@ -103,7 +103,6 @@ class LogWriter:
         after_fork(self, LogWriter._after_fork)
 
     def _after_fork(self) -> None:
-        """See `forks`."""
         self._connection, self._mutex, self._closing = None, threading.Lock(), False
 
     def close(self) -> None:

@@ -25,7 +25,6 @@ class Background:
         after_fork(self, Background._after_fork)
 
     def _after_fork(self) -> None:
-        """See `forks`."""
         self._lock = threading.Lock()
         self._tasks: list[Callable[[], object]] = []
         self._stop = threading.Event()

@@ -50,7 +50,6 @@ class Health:
         after_fork(self, Health._after_fork)
 
     def _after_fork(self) -> None:
-        """See `forks`."""
         self._lock = threading.Lock()
         self._returned = threading.Condition(self._lock)
         self.stop = threading.Event()

@@ -62,7 +62,6 @@ class OffsetBounds:
 
     @property
     def bounds(self) -> list[Bound]:
-        """All bounds."""
         topics = [*self.topics.values(), *(bound for given in self.shards.values() for bound in given.values())]
         several = [each.values() if isinstance(each, Mapping) else (each,) for each in topics or [self.whole]]
         return [bound for each in several for bound in each]

@@ -83,7 +83,6 @@ class ReadOptions:
         )
 
     def on(self, shard: str) -> ReadOptions:
-        """The options of the read on one shard."""
         return replace(self, starting=self.starting.on(shard), ending=self.ending.on(shard))
 
 

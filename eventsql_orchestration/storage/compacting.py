@@ -132,7 +132,6 @@ class LogCompactor:
     # Rewriting a segment
 
     def space(self, connection: Connection, segment: Segment) -> Space:
-        """The space of a segment."""
         return Space(*fetch_one(connection, self._queries("space", table=segment.table), prepare=False))
 
     def exchange(self, segment: Segment) -> Exchange:

@@ -125,7 +125,6 @@ class Subscription:
         after_fork(self, Subscription._after_fork)
 
     def _after_fork(self) -> None:
-        """See `forks`."""
         self._starting = threading.Lock()
         self._stop = threading.Event()
         self._wake = threading.Event()

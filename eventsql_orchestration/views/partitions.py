@@ -106,7 +106,6 @@ class ViewTable:
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
-        """A connection to read with."""
         with self._database.connection() as connection, self._errors():
             yield connection
 
