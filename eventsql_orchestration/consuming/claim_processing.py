@@ -38,8 +38,8 @@ def lock_claim(connection: Connection, queries: Queries, claim: Claim) -> Locked
 
 def live_owner(connection: Connection, queries: Queries, claim: Claim) -> str | None:
     """The owner of a claim; None if it was committed or released. If the partition is not locked, that may change."""
-    row = fetch_first(connection, queries("claim"), {"claim": claim.id}, prepare=False)
-    return str(row[8]) if row is not None and row[9] == "claimed" else None
+    *_, owner, state = fetch_first(connection, queries("claim"), {"claim": claim.id}, prepare=False) or (None, None)
+    return str(owner) if state == "claimed" else None
 
 
 def read_range(connection: Connection, log: LogReader, wanted: OffsetRange, *, limit: int | None = None) -> list[Event]:
