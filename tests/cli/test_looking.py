@@ -92,7 +92,7 @@ def test_times_are_in_the_zone_of_the_machine(run: Run, rides: EventSQL, monkeyp
         assert read.utcoffset() == timedelta(hours=hours)
 
 
-def test_statistics_of_topics(run: Run, rides: EventSQL) -> None:
+def test_the_statistics_of_topics_are_told(run: Run, rides: EventSQL) -> None:
     rides.publisher.publish(Publication("rides", b"later", partition=0))
     with rides.database.connection() as connection:
         connection.execute(

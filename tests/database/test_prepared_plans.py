@@ -64,7 +64,7 @@ def platform(platform: EventSQL) -> EventSQL:
     return platform
 
 
-def test_publishing_and_consuming(platform: EventSQL) -> None:
+def test_publishing_and_consuming_keep_no_plan_of_an_empty_log(platform: EventSQL) -> None:
     for _ in range(ROUNDS):
         platform.publisher.publish(Publication("orders", b"1", key="a"))
         platform.buffered()
@@ -78,7 +78,7 @@ def test_publishing_and_consuming(platform: EventSQL) -> None:
     assert not reading(found)
 
 
-def test_claims(platform: EventSQL) -> None:
+def test_claims_keep_no_plan_of_an_empty_log(platform: EventSQL) -> None:
     for number in range(ROUNDS):
         platform.publisher.publish_all([Publication("orders", b"1", key="a")] * 3)
         platform.transfer.run_once()
@@ -96,7 +96,7 @@ def test_claims(platform: EventSQL) -> None:
     assert not reading(settled(platform.database))
 
 
-def test_dead_letters(platform: EventSQL) -> None:
+def test_dead_letters_keep_no_plan_of_an_empty_topic(platform: EventSQL) -> None:
     def refuse(*_: object) -> None:
         raise ValueError("refused")
 
@@ -113,7 +113,7 @@ def test_dead_letters(platform: EventSQL) -> None:
     assert not reading(settled(platform.database))
 
 
-def test_a_topic_consumed_as_a_queue(platform: EventSQL) -> None:
+def test_a_topic_consumed_as_a_queue_keeps_no_plan_of_its_empty_tables(platform: EventSQL) -> None:
     shard = platform.shards[0]
     deliveries = Deliveries(
         shard.database, shard.dead_letters, "orders", "reports", by_key=True, lease=60.0, most=1_000
@@ -133,7 +133,7 @@ def test_a_topic_consumed_as_a_queue(platform: EventSQL) -> None:
     assert not reading(settled(platform.database))
 
 
-def test_queues(platform: EventSQL) -> None:
+def test_a_queue_keeps_no_plan_of_an_empty_table(platform: EventSQL) -> None:
     queue = Queue(platform.database, "commands")
     for _ in range(ROUNDS):
         queue.send(b"1")
@@ -145,7 +145,7 @@ def test_queues(platform: EventSQL) -> None:
     assert not reading(settled(platform.database))
 
 
-def test_the_store_views_and_the_snapshot_reader(platform: EventSQL) -> None:
+def test_the_store_the_views_and_the_snapshot_reader_keep_no_plan_of_empty_tables(platform: EventSQL) -> None:
     database = platform.database
     store, views = Store(database), Views(database)
     definitions = Timeline("entries"), Rollup("amounts", timedelta(minutes=1), ("kind",)), Logs("runs")

@@ -135,7 +135,7 @@ def test_a_block_that_fails_ends_its_query_on_the_server(client: Driver) -> None
     assert set(statuses) <= {"COMPLETE", "FAILED"}
 
 
-def test_a_view_in_sql(client: Driver, orders: str, dsn: str) -> None:
+def test_a_view_in_sql_reads_a_topic(client: Driver, orders: str, dsn: str) -> None:
     options = f"dsn '{dsn}', subscribe '{orders}', startingOffsets '901'"
     statements = [
         f"CREATE OR REPLACE TEMPORARY VIEW recent USING eventsql OPTIONS ({options})",
@@ -144,7 +144,7 @@ def test_a_view_in_sql(client: Driver, orders: str, dsn: str) -> None:
     assert json.loads(client.do("sql", statements=statements)) == [[50]]
 
 
-def test_reads_all_shards(client: Driver, databases: Databases) -> None:
+def test_a_client_reads_all_shards(client: Driver, databases: Databases) -> None:
     urls = databases(2)
     with EventSQL(*urls, transfer=False) as shards:
         shards.registry.register_topic(Topic("orders"))
