@@ -129,17 +129,6 @@ def test_a_run_goes_on_when_the_server_is_killed_and_the_next_run_has_a_new_serv
     assert deployment.ended(run) is SUCCESS
 
 
-def test_run_monitoring_sees_the_death_of_a_process_whose_server_is_dead(deployment: Deployment) -> None:
-    run = deployment.waiting()
-    worker = deployment.worker(run)
-    os.kill(deployment.servers()[-1], signal.SIGKILL)
-    os.kill(worker.pid, signal.SIGKILL)
-    wait_until(lambda: not worker.is_alive(), "the end of the process")
-    assert deployment.launcher.check_run_worker_health(deployment.run(run)).status.value == "FAILED"
-    assert not deployment.launcher.terminate(run)
-    deployment.instance.report_run_failed(deployment.run(run))
-
-
 @pytest.mark.nightly
 def test_a_run_is_resumed_in_a_new_process(deployment: Deployment) -> None:
     run = deployment.waiting()
@@ -336,3 +325,15 @@ def test_short_runs_leave_no_memory_files_or_processes_behind(deployment: Deploy
     assert descriptors(server.pid) == files
     # Less than a kilobyte for each run of the nightly test.
     assert server.memory_info().rss - memory < 1_000_000
+
+
+def test_run_monitoring_sees_the_death_of_a_process_whose_server_is_dead(deployment: Deployment) -> None:
+    # The last test here: another one would need another server.
+    run = deployment.waiting()
+    worker = deployment.worker(run)
+    os.kill(deployment.servers()[-1], signal.SIGKILL)
+    os.kill(worker.pid, signal.SIGKILL)
+    wait_until(lambda: not worker.is_alive(), "the end of the process")
+    assert deployment.launcher.check_run_worker_health(deployment.run(run)).status.value == "FAILED"
+    assert not deployment.launcher.terminate(run)
+    deployment.instance.report_run_failed(deployment.run(run))
