@@ -21,27 +21,34 @@ from eventsql_orchestration.threads import start_thread
 logger = logging.getLogger(__name__)
 
 KEPT_SECONDS: Final = 60.0
-"""How long ticks use one platform. The next platform finds out anew about the schema, the role, the password, the
+"""How long ticks use a platform. The next platform finds out anew about the schema, the role, the password, the
 servers and the shards. If no tick comes, no connection stays open for longer."""
 
 
 class _Kept:
-    """A platform, and the number of ticks that use it now."""
+    """A platform, for one tick at a time."""
 
     def __init__(self, platform: EventSQL) -> None:
         self.platform = platform
-        self.users = 0
         self.over = threading.Event()
-        """Set if later ticks need another platform."""
+        """Set if no further tick may use it."""
         for shard in platform.shards:
             # If a connection was lost, another server may have taken over, or somebody made the database anew.
             sqlalchemy.event.listen(shard.database.engine, "invalidate", lambda *_: self.over.set())
 
+    def close(self) -> None:
+        try:
+            self.platform.close()
+        except Exception:
+            # The tick has its result.
+            logger.exception("%s cannot be closed", self.platform)
+
 
 class KeptPlatforms:
-    """Platforms by their configuration. The ticks of all threads share each for `seconds`; then it is closed.
+    """Platforms of ticks. The next tick with the same configuration uses a platform again, for up to `seconds`.
 
-    A platform whose tick failed, or that lost a connection, gets no further ticks.
+    Ticks at once have a platform each: there are never more connections than for platforms that are not kept. A
+    platform whose tick failed, or that lost a connection, gets no further tick.
     """
 
     def __init__(self, seconds: float = KEPT_SECONDS) -> None:
@@ -50,49 +57,56 @@ class KeptPlatforms:
         after_fork(self, KeptPlatforms._begin_anew)
 
     def _begin_anew(self) -> None:
-        self._changed = threading.Condition()
-        self._kept: dict[Hashable, _Kept] = {}
+        self._lock = threading.Lock()
+        self._idle: dict[Hashable, list[_Kept]] = {}
 
     @contextmanager
     def use(self, configuration: Hashable, make: Callable[[], EventSQL]) -> Iterator[EventSQL]:
-        """The platform with a configuration. `make` makes it, if none is kept."""
-        kept = self._take(configuration, make)
+        """A platform with a configuration for the block. `make` makes it, if no kept platform is idle."""
+        kept = self._take(configuration)
+        if kept is None:
+            kept = _Kept(make())
+            start_thread("kept-platform", self._expire, configuration, kept)
         try:
             yield kept.platform
         except BaseException:
             kept.over.set()
             raise
         finally:
-            with self._changed:
-                kept.users -= 1
-                self._changed.notify_all()
+            self._give_back(configuration, kept)
 
-    def _take(self, configuration: Hashable, make: Callable[[], EventSQL]) -> _Kept:
-        with self._changed:
-            kept = self._kept.get(configuration)
-            if kept is None or kept.over.is_set():
-                kept = _Kept(make())
-                start_thread("kept-platform", self._close_later, configuration, kept)
-                self._kept[configuration] = kept
-            kept.users += 1
-            return kept
+    def _take(self, configuration: Hashable) -> _Kept | None:
+        with self._lock:
+            idle = self._idle.get(configuration)
+            # The last one: the others are not needed now, and expire.
+            return idle.pop() if idle else None
 
-    def _close_later(self, configuration: Hashable, kept: _Kept) -> None:
+    def _give_back(self, configuration: Hashable, kept: _Kept) -> None:
+        with self._lock:
+            over = kept.over.is_set()
+            if not over:
+                self._idle.setdefault(configuration, []).append(kept)
+        if over:
+            kept.close()
+
+    def _expire(self, configuration: Hashable, kept: _Kept) -> None:
         kept.over.wait(self._seconds)
-        with self._changed:
-            if self._kept.get(configuration) is kept:
-                del self._kept[configuration]
-            self._changed.wait_for(lambda: not kept.users)
-        try:
-            kept.platform.close()
-        except Exception:
-            logger.exception("%s cannot be closed", kept.platform)
+        kept.over.set()
+        with self._lock:
+            idle = self._idle.get(configuration, [])
+            unused = kept in idle
+            if unused:
+                idle.remove(kept)
+        # The end of its tick closes a platform that is in use.
+        if unused:
+            kept.close()
 
     def close(self) -> None:
-        """Close each platform as soon as no tick uses it."""
-        with self._changed:
-            for kept in self._kept.values():
-                kept.over.set()
+        """Close the platforms that no tick uses."""
+        with self._lock:
+            for idle in self._idle.values():
+                for kept in idle:
+                    kept.over.set()
 
 
 KEPT: Final = KeptPlatforms()

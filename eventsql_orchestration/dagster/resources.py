@@ -139,7 +139,7 @@ class EventSQLResource(PlatformAccess, dg.ConfigurableResource[Any]):
         return platform
 
     def for_tick(self, timeout: float) -> AbstractContextManager[EventSQL]:
-        """As `bounded`, for the block of a tick: ticks share the platform, and `KEPT` closes it after a minute."""
+        """As `bounded`, for the block of a tick. Later ticks use the platform again, and `KEPT` closes it."""
         return KEPT.use((self.dsn, self.db_schema, timeout), lambda: self.bounded(timeout))
 
     def teardown_after_execution(self, context: dg.InitResourceContext) -> None:  # noqa: ARG002 - Dagster gives it

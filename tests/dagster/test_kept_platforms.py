@@ -1,10 +1,11 @@
-"""Ticks share a platform, which their process keeps for a while."""
+"""A process keeps the platforms of its ticks for a while, for the next ticks."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from textwrap import dedent
@@ -94,20 +95,22 @@ def test_a_variable_with_another_url_leads_the_next_tick_there(
     assert "eventsql migrate" in bench.tick(eager.sensors[0], eventsql=eventsql)
 
 
-def test_a_platform_whose_time_is_over_is_closed_after_its_last_tick(eventsql: EventSQLResource) -> None:
+def test_a_platform_whose_time_is_over_is_closed_at_the_end_of_its_tick(eventsql: EventSQLResource) -> None:
     platforms = KeptPlatforms(0.0)
     with platforms.use("it", lambda: eventsql.bounded(5.0)) as platform:
+        wait_until(lambda: "eventsql-kept-platform" not in {each.name for each in threading.enumerate()}, "its time")
         backend(platform)
-        with platforms.use("it", lambda: eventsql.bounded(5.0)) as another:
-            backend(another)
-        wait_until(lambda: another is platform or is_closed(another), "the end of the other")
+    assert is_closed(platform)
+
+
+def test_a_platform_that_no_tick_uses_is_closed_in_the_end(kept: KeptPlatforms, eventsql: EventSQLResource) -> None:
+    with kept.use("it", lambda: eventsql.bounded(5.0)) as platform:
         backend(platform)
+    assert not is_closed(platform)
+    kept.close()
     wait_until(lambda: is_closed(platform), "the end of the platform")
-    wait_until(
-        lambda: not sql(eventsql.platform, "SELECT FROM pg_stat_activity WHERE datname = current_database() "
-                        "AND backend_type = 'client backend' AND pid <> pg_backend_pid()"),
-        "the end of its sessions",
-    )  # fmt: skip
+    with kept.use("it", lambda: eventsql.bounded(5.0)) as another:
+        assert another is not platform
 
 
 def test_a_tick_that_fails_leaves_no_platform_to_the_next(kept: KeptPlatforms, eventsql: EventSQLResource) -> None:
@@ -144,20 +147,21 @@ def test_a_tick_claims_in_a_schema_that_was_dropped_and_made_anew(bench: Workben
         assert len(bench.tick(eager.sensors[0])) == 1
 
 
-def test_ticks_at_once_share_a_platform_and_have_a_connection_each(
+def test_ticks_at_once_have_a_platform_each_and_the_next_ticks_use_these(
     kept: KeptPlatforms, eventsql: EventSQLResource
 ) -> None:
     at_once = Barrier(4)
 
-    def tick() -> tuple[EventSQL, int]:
-        with kept.use("it", lambda: eventsql.bounded(5.0)) as platform, platform.database.connection() as connection:
+    def tick(_: int) -> EventSQL:
+        with kept.use("it", lambda: eventsql.bounded(5.0)) as platform:
+            backend(platform)
             at_once.wait(PATIENCE)
-            return platform, connection.info.backend_pid
+            return platform
 
     with ThreadPoolExecutor(4) as pool:
-        done = [each.result() for each in [pool.submit(tick) for _ in range(4)]]
-    assert len({id(platform) for platform, _ in done}) == 1
-    assert len({backend for _, backend in done}) == 4
+        first, second = (set(pool.map(tick, range(4))) for _ in range(2))
+    assert len(first) == 4
+    assert first == second
 
 
 def test_a_forked_process_leaves_the_platforms_to_its_parent(dsn: str) -> None:
