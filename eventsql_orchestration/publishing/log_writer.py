@@ -305,13 +305,13 @@ class LogWriter:
         too much is buffered, the topic is no longer defined like `topic`, its log is in another form, or its log has
         times without a time zone, which the server must convert (EventSQL's Java library makes such tables).
         """
-        # The mark may be a little late; it matters only with events in the buffer.
-        if time.monotonic() - self._looked_at > LOOK_SECONDS:
-            self.look([topic.name])
-            self._looked_at = time.monotonic()
-
-        connection = self._open()
         try:
+            # The mark may be a little late; it matters only with events in the buffer.
+            if time.monotonic() - self._looked_at > LOOK_SECONDS:
+                self.look([topic.name])
+                self._looked_at = time.monotonic()
+
+            connection = self._open()
             with self._room.using(topic.name), self._transaction(connection):
                 appended = self._append(connection, topic, encoded, events)
         except _BUFFER_MAY_TAKE_IT:

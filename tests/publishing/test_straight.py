@@ -17,10 +17,12 @@ import pytest
 
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection
+from eventsql_orchestration.database.migrations.holding import hold_publishers
 from eventsql_orchestration.errors import DatabaseUnavailableError
 from eventsql_orchestration.publishing import batch_sizes, batches, log_writer, publisher
 from eventsql_orchestration.storage import sequences
 from tests.forms import check_order, in_blocks, stored
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -308,6 +310,30 @@ def test_a_connection_that_was_lost_since_its_last_batch_is_replaced(
     assert writer._connection is not None
     session.execute("SELECT pg_terminate_backend(%s, 10000)", [writer._connection.info.backend_pid])
     platform.publisher.publish_all(batch("b"))
+    check_names(platform, "a", "b")
+
+
+def test_a_batch_waits_for_a_migration_that_has_locked_the_tables(
+    platform: EventSQL, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_writer, "LOOK_SECONDS", -1.0)
+    platform.publisher.publish_all(batch("a"))
+    migration = sessions()
+    hold_publishers(migration, "eventsql")
+    with ThreadPoolExecutor() as executor, platform.database.connection() as watcher:
+        publishing = executor.submit(platform.publisher.publish_all, batch("b"))
+
+        def goes_on() -> bool:
+            waits = watcher.execute(
+                "SELECT FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock' "
+                "AND query LIKE 'COPY%event_buffer%'"
+            )
+            return publishing.done() or waits.fetchone() is not None
+
+        wait_until(goes_on, "the batch goes to the buffer")
+        migration.rollback()
+        publishing.result()
+    platform.transfer.run_once()
     check_names(platform, "a", "b")
 
 
