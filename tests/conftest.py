@@ -101,11 +101,7 @@ def load_revisions_once() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Configure hypothesis, Alembic, Spark and the processes that tests start.
-
-    Each signal that asks a process to end is a Ctrl-C, which ends the servers of the run too. In a script's background,
-    and with nohup, Python would ignore some of them, and so would the processes that tests start.
-    """
+    """Configure hypothesis, Alembic, Spark and the processes that tests start."""
     load_revisions_once()
     search_path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if str(STARTUP) not in search_path:
@@ -115,8 +111,23 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.register_profile("tests", deadline=None)
     hypothesis.settings.load_profile("tests")
     os.environ["SPARK_CONF_DIR"] = str(Path(__file__).parent / "spark" / "conf")
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Let each signal that asks a process to end be a Ctrl-C, which ends the servers of the run too.
+
+    In a script's background, and with nohup, Python would ignore some of them, and so would the processes that tests
+    start. A test of a command that heeds Ctrl-C may pass or fail by it: the run ends after that test.
+    """
+
+    def end(number: int, _frame: object) -> None:
+        session.shouldstop = signal.Signals(number).name
+        raise KeyboardInterrupt
+
+    # asyncio looks for this handler.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, end)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 
@@ -11,4 +12,10 @@ from eventsql_orchestration.database.embedded import EmbeddedPostgres
 def test_it_waits(server: EmbeddedPostgres) -> None:
     sys.stdout.write(f"\nwaits beside {server.start().pid} {server.directory}\n")
     sys.stdout.flush()
+    # As a command that heeds Ctrl-C.
+    with contextlib.suppress(KeyboardInterrupt):
+        signal.pause()
+
+
+def test_it_would_wait_for_ever() -> None:
     signal.pause()
