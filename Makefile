@@ -45,7 +45,7 @@ uv:
 demo: setup ## Run the whole system here: database, Dagster, a ride simulation (ONCE=1: one round, then end)
 	$(BIN)/eventsql dev $(if $(ONCE),--once)
 
-browser: ## Install Chromium for the nightly tests of what a person sees, where apt-get can
+browser: ## Install Chromium for the tests of what a person sees, where apt-get can
 	@if ! command -v chromium chromium-browser google-chrome >/dev/null; then \
 		if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 			apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium chromium-driver; \
@@ -99,7 +99,7 @@ java: ## Fetch EventSQL's Java library for the tests that share a database with 
 		echo "EventSQL's Java library could not be fetched: the tests with it will say that they did not run."; \
 	fi
 
-test: setup jdbc pgbouncer tls promtool java ## Run the tests but the nightly ones and those of Airflow (ARGS=tests/…: some; PG=/usr/lib/postgresql/15/bin: on that PostgreSQL, from 14 on)
+test: setup browser jdbc pgbouncer tls promtool java ## Run the tests but the nightly ones and those of Airflow (ARGS=tests/…: some; PG=/usr/lib/postgresql/15/bin: on that PostgreSQL, from 14 on)
 	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 nightly: setup $(VENV_AIRFLOW)/.installed browser jdbc pgbouncer tls promtool java ## Run every test, the exhaustive ones too (ARGS=tests/…: some)

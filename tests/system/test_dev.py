@@ -24,7 +24,6 @@ from selenium.webdriver.common.by import By
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.dagster.local.instance import STORAGE_VARIABLE, storage_url
-from eventsql_orchestration.dagster.local.webserver import Webserver
 from eventsql_orchestration.dagster.tags import FINISHED
 from eventsql_orchestration.database.embedded import EmbeddedPostgres, EmbeddedServer
 from tests.conftest import is_setting
@@ -73,23 +72,6 @@ def dev() -> Iterator[Dev]:
         shutil.rmtree(root, ignore_errors=True)
 
 
-_GRAPH = "{ assetNodes { assetKey { path } kinds dependencyKeys { path } dependedByKeys { path } } }"
-
-
-def test_the_ui_gets_the_graph_of_topics_and_of_what_consumes_them(dev: Dev) -> None:
-    nodes = {node["assetKey"]["path"][-1]: node for node in Webserver(dev.url).ask(_GRAPH)["assetNodes"]}
-
-    def names(node: str, side: str) -> set[str]:
-        return {key["path"][-1] for key in nodes[node][side]}
-
-    assert names("directory_churn_sums", "dependencyKeys") == {"file_changes"}
-    assert names("directory_churn_sums", "dependedByKeys") == {"directory_churn"}
-    assert "directory_churn_table" in names("directory_churn", "dependedByKeys")
-    assert "pyspark" in nodes["directory_churn_sums"]["kinds"]
-    assert all("topic" in nodes[topic]["kinds"] for topic in ("file_changes", "directory_churn"))
-
-
-@pytest.mark.nightly
 def test_the_asset_graph_shows_topics_and_what_consumes_them(
     dev: Dev, browser: webdriver.Chrome, tmp_path: Path
 ) -> None:
