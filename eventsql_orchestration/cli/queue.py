@@ -282,6 +282,7 @@ def delete(
         target = _existing(platform, name)
         dead_letters = target.definition().dead_letters
         if not execute:
+            target.check_deletable(force=True)
             held = target.statistics()
             options = "--execute --force" if held.depth or held.dead or target.archived(1) else "--execute"
             messages, dead = counted(held.depth, "message"), counted(held.dead, "dead letter")

@@ -318,13 +318,20 @@ class MessageQueue:
         used queues do not end; with `force`, the queue is empty by then. A transaction above READ COMMITTED that began
         before may still send to the queue: that message is lost.
         """
-        queues = [QueueUpkeep(table) for table in self._shards.every() if table.existing() is not None]
+        self.check_deletable(force=force)
+        for each in self._existing():
+            each.delete(force=force)
+
+    def check_deletable(self, *, force: bool = False) -> None:
+        """Raise as `delete` if it would refuse the queue."""
+        queues = self._existing()
         if not queues:
             raise QueueNotFoundError(f"there is no queue {self.name!r}: `eventsql queue list` shows the queues")
         for each in queues:
             each.check_deletable(force=force)
-        for each in queues:
-            each.delete(force=force)
+
+    def _existing(self) -> list[QueueUpkeep]:
+        return [QueueUpkeep(table) for table in self._shards.every() if table.existing() is not None]
 
     def redrive(self, limit: int | None = None, *, ids: Iterable[int] | None = None) -> int:
         """Move dead letters of this queue back to it, the oldest first, and give their number.
