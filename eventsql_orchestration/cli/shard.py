@@ -159,11 +159,9 @@ def add(
     database = shards[-1].database
     if as_json:
         write_json({**asdict(plan), "database": str(database), "executed": execute})
-    elif execute or prepare:
-        say(_done(plan))
-    else:
+    elif not (execute or prepare):
         _show(plan, database)
-        say(_what_follows(plan))
+    say(_done(plan) if execute or prepare else _what_follows(plan))
 
 
 def _new_url(given: str | None, file: Path | None) -> str:

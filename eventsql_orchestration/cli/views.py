@@ -101,6 +101,7 @@ def retain(context: CliContext, *, execute: Annotated[bool, executing("Drop them
         _show_kept(
             retained, lambda each: f"view {each.view!r}: {counted(each.dropped, 'partition')} dropped", as_json=as_json
         )
+    if execute:
         return
     due = [f"{counted(each.dropped, 'partition')} of view {each.view!r}" for each in retained if each.dropped]
     say_plan(f"{', '.join(due)} would be dropped" if due else "no partition is older than its view's retention")

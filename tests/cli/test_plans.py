@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -47,6 +48,9 @@ PLANNED = {
     "view retain": "",
 }
 """Commands with their arguments, in the database of `prepare`."""
+
+JSON = {"dlt dismiss", "dlt redrive", "seek", "topic erase", "view retain"}
+"""The commands of `PLANNED` that have --json."""
 
 ELSEWHERE = {
     "backfill run": "test_backfill.py",
@@ -124,6 +128,11 @@ def test_nothing_changes_before_execute(run: Run, dsn: str, command: str) -> Non
     planned = run(*arguments)
     assert planned.exit_code == 0, planned.output
     assert "run it again with --execute" in planned.stderr
+    if command in JSON:
+        again = run(*arguments, "--json")
+        assert again.exit_code == 0, again.output
+        assert again.stderr == planned.stderr
+        assert json.loads(again.stdout)
     assert contents(dsn) == before
 
     executed = run(*arguments, "--execute")
@@ -136,6 +145,7 @@ def test_every_command_that_loses_or_repeats_something_has_a_plan() -> None:
     found = dict(commands(main))
     planning = {name for name, each in found.items() if any("--execute" in option.opts for option in each.params)}
     assert planning == PLANNED.keys() | ELSEWHERE.keys()
+    assert {name for name in PLANNED if any("--json" in option.opts for option in found[name].params)} == JSON
     assert {name for name in found if name.split()[-1] in VERBS} <= planning
     options = {option for each in found.values() for parameter in each.params for option in parameter.opts}
     assert {"--dry-run", "--yes"}.isdisjoint(options)

@@ -185,7 +185,9 @@ def test_the_url_of_a_new_shard_need_not_stand_among_the_arguments(
 ) -> None:
     file = tmp_path / "url"
     file.write_text(f"{dsns[2]}\n")
-    plan = orders("shard", "add", "--dsn", dsns[2], "--json").stdout
+    planned = orders("shard", "add", "--dsn", dsns[2], "--json")
+    assert "a plan, nothing has changed" in planned.stderr
+    plan = planned.stdout
     assert orders("shard", "add", "--dsn-file", file, "--json").stdout == plan
     asked = orders("shard", "add", "--dsn", "-", "--json", stdin=f"{dsns[2]}\n")
     assert asked.stdout == plan
