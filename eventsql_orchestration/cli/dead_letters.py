@@ -208,7 +208,8 @@ def redrive(
             "would be published again": "redrives",
         }  # fmt: skip
         show_fields(picked(plan, texts))
-    say_plan(f"{counted(plan.redrives, 'dead letter')} of topic {topic!r} would be published again")
+    would = f"{counted(plan.redrives, 'dead letter')} of topic {topic!r} would be published again"
+    say_plan(would, number=plan.redrives)
 
 
 @command(dlt)
@@ -243,4 +244,4 @@ def dismiss(
     if execute:
         say(f"{letters} dismissed")
     else:
-        say_plan(f"{letters} would be dismissed")
+        say_plan(f"{letters} would be dismissed", number=dismissed)

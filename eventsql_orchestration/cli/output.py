@@ -86,9 +86,9 @@ def say(message: str) -> None:
         complain(message)
 
 
-def say_plan(would: str, options: str = "--execute") -> None:
-    """Say what a command would do, and the options with which it does that."""
-    say(f"a plan, nothing is done: {would}; run it again with {options}")
+def say_plan(would: str, options: str = "--execute", *, number: int | None = None) -> None:
+    """Say what a command would do, and the options with which it does that. Nothing to do if `number` is 0."""
+    say(f"nothing to do: {would}" if number == 0 else f"a plan, nothing is done: {would}; run it again with {options}")
 
 
 def complain(message: str) -> None:

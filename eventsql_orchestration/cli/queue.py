@@ -265,7 +265,8 @@ def purge(context: CliContext, name: QueueName, execute: Annotated[bool, executi
         if execute:
             say(f"{counted(target.purge(), 'message')} of queue {name!r} deleted")
         else:
-            say_plan(f"{counted(target.statistics().depth, 'message')} of queue {name!r} would be deleted")
+            depth = target.statistics().depth
+            say_plan(f"{counted(depth, 'message')} of queue {name!r} would be deleted", number=depth)
 
 
 @command(queue)
@@ -315,7 +316,7 @@ def redrive(
         dead = source.statistics().dead
     redriven = len(set(ids)) if ids else dead
     redriven = redriven if limit is None else min(limit, redriven)
-    say_plan(f"{counted(redriven, 'dead letter')} would be moved back to queue {name!r}")
+    say_plan(f"{counted(redriven, 'dead letter')} would be moved back to queue {name!r}", number=redriven)
 
 
 @command(queue)

@@ -285,7 +285,8 @@ def dismiss(
             say(f"{counted(dismissed, 'dead letter')} of subscription {subscription!r} dismissed")
         else:
             chosen = [each for each in _dead_letters(platform, subscription) if not ids or each.id in ids]
-            say_plan(f"{counted(len(chosen), 'dead letter')} of subscription {subscription!r} would be deleted")
+            would = f"{counted(len(chosen), 'dead letter')} of subscription {subscription!r} would be deleted"
+            say_plan(would, number=len(chosen))
 
 
 @command(store)

@@ -104,7 +104,10 @@ def retain(context: CliContext, *, execute: Annotated[bool, executing("Drop them
     if execute:
         return
     due = [f"{counted(each.dropped, 'partition')} of view {each.view!r}" for each in retained if each.dropped]
-    say_plan(f"{', '.join(due)} would be dropped" if due else "no partition is older than its view's retention")
+    if due:
+        say_plan(f"{', '.join(due)} would be dropped")
+    else:
+        say("nothing to do: no partition is older than its view's retention")
 
 
 @command(view, "sort")

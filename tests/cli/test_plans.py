@@ -141,6 +141,18 @@ def test_nothing_changes_before_execute(run: Run, dsn: str, command: str) -> Non
     assert contents(dsn) != before
 
 
+@pytest.mark.parametrize(
+    "command", ["dlt dismiss orders", "dlt redrive orders", "queue purge jobs", "queue redrive jobs", "view retain"]
+)
+def test_a_plan_of_nothing_does_not_ask_for_execute(run: Run, platform: EventSQL, command: str) -> None:
+    platform.registry.register_topic(Topic("orders")).register_topic(Topic("orders_dlt"))
+    run("queue", "create", "jobs")
+    planned = run(*command.split())
+    assert planned.exit_code == 0, planned.output
+    assert planned.stderr.startswith("eventsql: ")
+    assert "--execute" not in planned.stderr
+
+
 def test_every_command_that_loses_or_repeats_something_has_a_plan() -> None:
     found = dict(commands(main))
     planning = {name for name, each in found.items() if any("--execute" in option.opts for option in each.params)}
