@@ -46,7 +46,7 @@ def bypass_of(role: str) -> str:
 
 def drop_command(table: str, topic: str) -> str:
     """The command that ends a capture."""
-    return advised("capture drop", table, topic)
+    return advised("capture drop --execute", table, topic)
 
 
 @dataclass(frozen=True, slots=True)

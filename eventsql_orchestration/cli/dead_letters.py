@@ -229,7 +229,7 @@ def dismiss(
     of a backfill are left out without --backfill ID or --id.
 
     Dismissed letters stay in TOPIC_dlt until its retention deletes them. No check, figure or redrive counts them any
-    more, and `eventsql dlt redrive TOPIC --again` publishes them all the same.
+    more, and `eventsql dlt redrive TOPIC --again --execute` publishes them all the same.
     """
     wanted = _letters(**conditions)
     with context.platform() as platform:

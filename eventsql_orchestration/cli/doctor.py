@@ -286,7 +286,8 @@ def _erasures(shard: Shard) -> Iterator[Finding]:
             "erasures",
             f"an erasure of {counted(keys, 'key')} of topic {topic} began at {timestamp(began)} and has not ended: if "
             "no process runs it, it was interrupted, and events of these keys may be left",
-            f"{advised('topic erase', topic)} with the same keys; eventsql topic erasures {topic} shows the records",
+            f"{advised('topic erase --execute', topic)} with the same keys; eventsql topic erasures {topic} shows the "
+            "records",
         )
 
 
@@ -330,7 +331,7 @@ def _queues(shard: Shard, stalled_after: float) -> Iterator[Finding]:
                 "queues",
                 f"queue {each.queue} has {counted(each.dead, 'dead letter')}",
                 f"{advised('queue peek', each.dead_letters)} says why; correct the handler, and then: "
-                f"{advised('queue redrive', each.queue)}",
+                f"{advised('queue redrive --execute', each.queue)}",
             )
 
 

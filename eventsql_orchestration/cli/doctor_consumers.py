@@ -38,7 +38,8 @@ def leftover_findings(shard: Shard) -> Iterator[Finding]:
         yield warning(
             "leftovers",
             f"the buffer has events for topic {name}, which does not exist: they are moved when it is registered",
-            f"{advised('topic create', name)}, and if nobody needs them, then {advised('topic delete', name)}",
+            f"{advised('topic create', name)}, and if nobody needs them, then "
+            f"{advised('topic delete --execute --force', name)}",
         )
     for topic in shard.registry.topics():
         for each in leftovers.lacking(topic.name):
@@ -75,7 +76,7 @@ def unattended_findings(shard: Shard) -> Iterator[Finding]:
             "consumers",
             f"{name} of topic {topic} was consumed by start_queue, and no process consumes it now: "
             f"{counted(partitions, 'partition')} cannot be consumed in another way, and retention keeps the events",
-            "run start_queue, which finishes them, or move the consumer by eventsql seek --force",
+            "run start_queue, which finishes them, or move the consumer by eventsql seek --execute --force",
         )
 
 
@@ -99,7 +100,7 @@ def idle_findings(shard: Shard) -> Iterator[Finding]:
                 f"{name} of topic {topic} has consumed nothing for ten minutes, and {counted(events, 'event')} "
                 f"{'waits' if events == 1 else 'wait'}, the oldest for {age(round(seconds))}",
                 "start the process that runs it, or Dagster's daemon with its sensor; if nobody runs it any more: "
-                f"{advised('consumer delete', topic, name)}",
+                f"{advised('consumer delete --execute', topic, name)}",
             )
 
 
@@ -128,8 +129,8 @@ def dead_letter_findings(shard: Shard) -> Iterator[Finding]:
                 yield warning(
                     "dead letters",
                     f"{counted(number, 'event')}{most} of topic {source} failed each attempt",
-                    f"eventsql dlt list {source} says why; correct the handler, then: eventsql dlt redrive {source}; "
-                    f"if they need no handling: eventsql dlt dismiss {source}",
+                    f"eventsql dlt list {source} says why; correct the handler, then: eventsql dlt redrive --execute "
+                    f"{source}; if they need no handling: eventsql dlt dismiss --execute {source}",
                 )
 
 

@@ -58,7 +58,7 @@ def store_findings(shard: Shard, stalled_after: float) -> Iterator[Finding]:
                 "store",
                 f"subscription {each.name} has given up {counted(each.dead_letters, 'change')}",
                 f"{advised('store dead-letters', each.name)} says why; correct its handler, and call "
-                f"subscription.redrive(); if they need no handling: {advised('store dismiss', each.name)}",
+                f"subscription.redrive(); if they need no handling: {advised('store dismiss --execute', each.name)}",
             )
 
 
@@ -88,7 +88,7 @@ def view_findings(shard: Shard) -> Iterator[Finding]:
             "views",
             f"a rebuild of view {name} began at {timestamp(began)} and has not ended: if no process runs it, it was "
             "killed, and its table takes room",
-            advised("view give-up", name),
+            advised("view give-up --execute", name),
         )
     for name, partitions in overdue.items():
         yield warning(

@@ -292,7 +292,7 @@ def delete(
         target.delete(force=force)
     say(f"queue {name!r} deleted")
     if dead_letters is not None:
-        say(f"its queue of dead letters stays: `{advised('queue delete', dead_letters)}` deletes it")
+        say(f"its queue of dead letters stays: `{advised('queue delete --execute', dead_letters)}` deletes it")
 
 
 @command(queue)

@@ -280,7 +280,7 @@ class ClusterRegistry:
         if lacking or mixed:
             called = f"consumer {name!r} of topic {topic!r}"
             if mixed:
-                remedy = advised("consumer delete", topic, name)
+                remedy = advised("consumer delete --execute", topic, name)
                 raise ShardsDifferError(
                     f"{called} is partitioned on some shards only: delete it with `{remedy}`, and create it again",
                     remedy=remedy,

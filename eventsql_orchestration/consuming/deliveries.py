@@ -108,7 +108,7 @@ class Deliveries:
             raise RedefinitionError(
                 f"{self._where} has events that are not acknowledged and were handed out with "
                 f"by_key={not self._by_key}: start it with by_key={not self._by_key} until all are acknowledged, or "
-                "move it with `eventsql seek --force`"
+                "move it with `eventsql seek --execute --force`"
             )
 
     # Handing out

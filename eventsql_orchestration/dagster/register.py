@@ -70,7 +70,7 @@ def undeclared_consumer(topic: str, consumer: str) -> str:
     """The message for a consumer that is registered and that the location does not declare."""
     return (
         f"consumer {consumer!r} of topic {topic!r} is registered, and not declared here. If it was removed, delete it "
-        f"and its offsets: {advised('consumer delete', topic, consumer)}"
+        f"and its offsets: {advised('consumer delete --execute', topic, consumer)}"
     )
 
 
@@ -107,7 +107,7 @@ def _other_form(consumer: Consumer) -> str:
     return (
         f"consumer {consumer.name!r} of topic {consumer.topic!r} is registered as {is_now}partitioned, but its asset "
         f"declares it as {declared}partitioned: give the asset partitioned={not consumer.partitioned}, or delete the "
-        f"consumer and its offsets with `{advised('consumer delete', consumer.topic, consumer.name)}` and "
+        f"consumer and its offsets with `{advised('consumer delete --execute', consumer.topic, consumer.name)}` and "
         f"{LAUNCH_IT}"
     )
 

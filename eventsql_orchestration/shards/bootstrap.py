@@ -40,7 +40,8 @@ def compare(states: Sequence[tuple[str, ShardState]], unreachable: Sequence[str]
     for where, state in blank.items():
         if state.topics:
             raise ShardSetError(
-                f"{where} has topics and is not a shard: make it the first shard with `eventsql shard add --dsn NEW`"
+                f"{where} has topics and is not a shard: make it the first shard with "
+                "`eventsql shard add --dsn NEW --execute`"
             )
     # The set is made when its first database is active: that is written last. A prepared shard knows a generation that
     # has not begun yet.
@@ -49,7 +50,8 @@ def compare(states: Sequence[tuple[str, ShardState]], unreachable: Sequence[str]
     if blank and made:
         names = ", ".join(sorted(newest[-1]))
         raise ShardSetError(
-            f"{next(iter(blank))} is none of the shards {names}: correct its URL, or add it with `eventsql shard add`"
+            f"{next(iter(blank))} is none of the shards {names}: correct its URL, or add it with "
+            "`eventsql shard add … --execute`"
         )
     for where, state in named.items():
         joining = not state.active and state.generations[:-1] == newest

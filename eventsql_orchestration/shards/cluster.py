@@ -179,7 +179,9 @@ class Cluster:
             raise ShardSetError("this platform was opened with one URL: open it with the URLs of all shards")
         found, state = self.current(), shard.store.state()
         if state.set != found.id:
-            raise ShardSetError(f"{shard.database} is not a shard of this set: add it with `eventsql shard add`")
+            raise ShardSetError(
+                f"{shard.database} is not a shard of this set: add it with `eventsql shard add … --execute`"
+            )
         with self._lock:
             if any(known.name == state.name for known in self._shards):
                 raise ShardSetError(f"shard {state.name!r} is known already, by another URL than {shard.database}")

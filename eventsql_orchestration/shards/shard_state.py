@@ -131,7 +131,7 @@ class ShardStore:
             captured = fetch_first(driver, Queries("capture", self._database.schema)("any_capture"))
             if state.name is None and captured is not None:
                 table, topic = captured
-                drop = advised("capture drop", table, topic)
+                drop = advised("capture drop --execute", table, topic)
                 raise ShardSetError(
                     f"{self._database} cannot become a shard: its table {table} is captured to topic {topic!r}, "
                     f"and keys may belong to another shard. `{drop}` ends that"

@@ -156,7 +156,8 @@ def check_form(consumer: Consumer, existing: Sequence[ConsumerState]) -> None:
     form, option = ("not partitioned", "without") if consumer.partitioned else ("partitioned", "with")
     raise RedefinitionError(
         f"consumer {name!r} of topic {topic!r} exists and is {form}: register it {option} `--partitioned` (in Python "
-        f"partitioned=True), or delete it and its offsets first with `{advised('consumer delete', topic, name)}`"
+        f"partitioned=True), or delete it and its offsets first with "
+        f"`{advised('consumer delete --execute', topic, name)}`"
     )
 
 

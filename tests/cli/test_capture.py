@@ -39,7 +39,7 @@ def test_the_list_names_triggers_that_a_deleted_topic_has_left(
     assert "the capture of table public.orders; run it again with --execute --force" in planned
     assert run("topic", "delete", "changes", "--execute").exit_code == 1
     assert run("topic", "delete", "changes", "--execute", "--force").exit_code == 0
-    assert "eventsql capture drop public.orders changes" in run("capture", "list").output
+    assert "eventsql capture drop --execute public.orders changes" in run("capture", "list").output
 
 
 def test_the_error_says_why_a_table_cannot_be_captured(run: Run, platform: EventSQL) -> None:

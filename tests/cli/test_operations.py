@@ -164,8 +164,7 @@ def test_events_of_a_topic_that_does_not_exist_are_deleted_by_the_commands_that_
     (finding,) = diagnose(run)[1]["leftovers"]
     create, delete = re.findall(r"eventsql (topic (?:create|delete)[^,]*)", finding["remedy"])
     assert run(*create.split()).exit_code == 0
-    assert "run it again with --execute --force" in run(*delete.split()).stderr
-    assert run(*delete.split(), "--execute", "--force").exit_code == 0
+    assert run(*delete.split()).exit_code == 0
     with platform.database.connection() as connection:
         assert connection.execute("SELECT FROM eventsql.event_buffer").fetchall() == []
     assert "leftovers" not in diagnose(run)[1]
@@ -236,7 +235,7 @@ def test_a_consumer_that_nobody_runs_is_named_after_ten_minutes(
     assert idle["message"] == (
         f"{consumer} of topic {TOPIC} has consumed nothing for ten minutes, and {waiting}, the oldest for 11 min"
     )
-    assert idle["remedy"].endswith(f"eventsql consumer delete {TOPIC} {consumer}")
+    assert idle["remedy"].endswith(f"eventsql consumer delete --execute {TOPIC} {consumer}")
 
     # It has consumed an event since, so a process runs it, however old its next event is.
     platform.consumers.consume_once(TOPIC, consumer, lambda _event, _connection: None, max_events=1)
@@ -397,7 +396,7 @@ def test_a_table_whose_changes_are_not_captured_any_more_is_a_problem(
         connection.execute('ALTER TABLE public."Basket" DISABLE TRIGGER USER')
     result = run("doctor")
     assert result.exit_code == 1
-    assert """eventsql capture drop 'public."Basket"' basket_changes""" in result.stdout
+    assert """eventsql capture drop --execute 'public."Basket"' basket_changes""" in result.stdout
 
 
 @pytest.mark.usefixtures("java")
@@ -719,7 +718,7 @@ def test_the_doctor_warns_of_dead_letters_until_they_are_redriven_or_dismissed(r
     (finding,) = findings["dead letters"]
     assert (code, finding["status"]) == (0, "warning")
     assert finding["message"].startswith(f"1 event of topic {TOPIC} ")
-    assert f"eventsql dlt {command} {TOPIC}" in finding["remedy"]
+    assert f"eventsql dlt {command} --execute {TOPIC}" in finding["remedy"]
     assert run("dlt", command, TOPIC, "--execute").exit_code == 0
     assert "dead letters" not in diagnose(run)[1]
 

@@ -92,7 +92,7 @@ def test_a_queue_is_deleted_by_force_where_it_has_messages(run: Run, database: D
         assert "it takes the dead letters of 'jobs'" in needed.stderr
     deleted = run("queue", "delete", "jobs", "--execute", "--force")
     assert deleted.exit_code == 0, deleted.output
-    assert "eventsql queue delete jobs_dead" in deleted.stderr
+    assert "eventsql queue delete --execute jobs_dead" in deleted.stderr
     assert run("queue", "delete", "jobs_dead", "--execute").exit_code == 0
     assert list_queues(database) == []
 

@@ -262,7 +262,7 @@ def test_a_consumer_in_the_other_form_is_refused_and_keeps_its_unread_events(
     before = platform.registry.consumer(topic, "cli2")
     refused = run("consumer", "create", topic, "cli2", "--start", "latest")
     assert (refused.exit_code, refused.stdout, len(refused.stderr.splitlines())) == (1, "", 1)
-    assert f"`eventsql consumer delete {topic} cli2`" in refused.stderr
+    assert f"`eventsql consumer delete --execute {topic} cli2`" in refused.stderr
     assert platform.registry.consumer(topic, "cli2") == before
 
 

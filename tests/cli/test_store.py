@@ -135,7 +135,7 @@ def test_doctor_tells_of_failing_and_given_up_changes(run: Run, platform: EventS
     (letter,) = json.loads(run("store", "dead-letters", "mailer", "--json").stdout)
     assert (letter["aggregate_id"], letter["failure"]) == ("1", "ValueError: out of paper")
     assert "out of paper" in run("store", "dead-letters", "mailer").stdout
-    assert "eventsql store dismiss mailer" in found[1]["remedy"]
+    assert "eventsql store dismiss --execute mailer" in found[1]["remedy"]
     dismissed = run("store", "dismiss", "mailer", "--id", 1, "--execute")
     assert "1 dead letter of subscription 'mailer' dismissed" in dismissed.stderr
     for each in ("replay", "dead-letters", "dismiss"):
@@ -244,7 +244,7 @@ def test_doctor_shows_a_killed_rebuild_of_a_view_until_it_is_given_up(run: Run, 
     assert found() == []
     views._rebuilding(Steps(), 10)._begin(partial=False)  # a killed rebuild ends here
     (finding,) = found()
-    assert (finding["status"], finding["remedy"]) == ("warning", "eventsql view give-up steps")
+    assert (finding["status"], finding["remedy"]) == ("warning", "eventsql view give-up --execute steps")
     assert run("view", "give-up", "steps", "--execute").exit_code == 0
     assert found() == []
     assert run("view", "give-up", "unknown").exit_code == 1

@@ -90,7 +90,7 @@ def test_doctor_names_queues_that_nobody_receives_from_and_dead_letters(run: Run
     (found,) = [each for each in json.loads(run("doctor", "--json").stdout)["findings"] if each["check"] == "queues"]
     assert "dead letter" in found["message"]
     assert "eventsql queue peek given_up" in found["remedy"]
-    assert found["remedy"].endswith("eventsql queue redrive 'my commands'")
+    assert found["remedy"].endswith("eventsql queue redrive --execute 'my commands'")
     assert "out of paper" in run(*shlex.split(found["remedy"].partition(" says")[0])[1:]).stdout
 
 

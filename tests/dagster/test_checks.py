@@ -249,7 +249,7 @@ def test_delivered_is_red_from_a_dead_letter_until_it_is_redriven_or_dismissed(b
     metadata: dict[str, Any] = {name: value.value for name, value in red.metadata.items()}
     assert metadata["open dead letters"] == 1
     assert metadata["show"] == f"eventsql dlt show rides {letter.id}"
-    assert metadata[settle] == f"eventsql dlt {settle} rides --consumer eager"
+    assert metadata[settle] == f"eventsql dlt {settle} rides --consumer eager --execute"
     assert metadata["dead letter topic"] == dg.AssetKey(["topic", "rides_dlt"])
     (row,) = metadata["dead letters"].records
     assert (row.data["topic"], row.data["partition"], row.data["offset"]) == ("rides", "1", str(offset))

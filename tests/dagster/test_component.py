@@ -182,7 +182,7 @@ def test_registering_names_the_consumers_that_the_location_does_not_declare(
     for name in ("removed", "mailer__backfill_b1_0_5"):
         bench.platform.registry.register_consumer(Consumer("orders", name))
     assert registers(bench, mailer)["not declared here"] == ["orders removed"]
-    assert "eventsql consumer delete orders removed" in capfd.readouterr().err
+    assert "eventsql consumer delete --execute orders removed" in capfd.readouterr().err
     assert {state.name for state in bench.platform.registry.consumers("orders")} >= {"mailer", "removed"}
 
 

@@ -96,7 +96,7 @@ def test_the_checks_are_red_beyond_their_limits_and_for_dead_letters(platform: E
     passed, description = verdicts(fourth)["delivered"]
     assert not passed
     assert "`eventsql queue peek pictures_dead`" in description
-    assert "`eventsql queue redrive pictures`" in description
+    assert "`eventsql queue redrive --execute pictures`" in description
     queue.redrive()
     queue.purge()
     healed = verdicts(observed(platform, checks=checks, cursor=fourth.cursor, now=NOW + 93))

@@ -316,7 +316,7 @@ def test_a_consumer_in_another_form_than_its_asset_declares_is_a_skip_reason(
     elsewhere = consumer_asset(topic=topic, consumer="c", partitioned=partitioned, name="elsewhere")(record)
     platform.registry.register_topic(topic).register_consumer(Consumer("elsewhere", "c", not partitioned))
     reason = bench.tick(elsewhere.sensors[0])
-    assert "`eventsql consumer delete elsewhere c`" in reason
+    assert "`eventsql consumer delete --execute elsewhere c`" in reason
     assert "`register`" in reason
     platform.registry.unregister_consumer("elsewhere", "c")
     elsewhere.register(platform)

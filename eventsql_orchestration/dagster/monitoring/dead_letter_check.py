@@ -226,7 +226,7 @@ def _letters_metadata(topic: str, consumer: str, letters: list[DeadLetter]) -> d
     return {
         "dead letters": dg.MetadataValue.table([record(letter) for letter in letters]),
         "show": show(letters[0]),
-        "redrive": f"eventsql dlt redrive {topic} --consumer {shlex.quote(consumer)}",
-        "dismiss": f"eventsql dlt dismiss {topic} --consumer {shlex.quote(consumer)}",
+        "redrive": f"eventsql dlt redrive {topic} --consumer {shlex.quote(consumer)} --execute",
+        "dismiss": f"eventsql dlt dismiss {topic} --consumer {shlex.quote(consumer)} --execute",
         "dead letter topic": dg.MetadataValue.asset(topic_key(letters[0].topic)),
     }

@@ -167,7 +167,7 @@ def _judge_dead_letters(most: int, look: Look[QueueState]) -> Verdict:
     return Verdict(
         False,
         f"{counted(state.dead, 'dead letter')}: `{advised('queue peek', letters)}` shows the errors, "
-        f"`{advised('queue redrive', state.name)}` moves the messages back",
+        f"`{advised('queue redrive --execute', state.name)}` moves the messages back",
         state.metadata(),
         # More dead letters are reported at once, up to the number that is counted.
         f"{state.dead} dead",
