@@ -50,15 +50,18 @@ def server_finding(database: Database) -> Finding:
 def servers_finding(database: Database) -> Iterator[Finding]:
     """Several servers of the URL that take writes: each lacks the events that were published to the other."""
     servers = each_server(database.url)
-    primaries = []
+    primaries: dict[tuple[str, float], tuple[int, str]] = {}
     for arguments in servers if len(servers) > 1 else ():
         options = {"connect_timeout": _CONNECT_SECONDS, **arguments}
         with suppress(psycopg.Error), closing(connect(database.dsn, **options)) as connection:
             if (row := connection.execute(statement("sessions", "timeline")).fetchone()) is not None:
-                primaries.append((row[1], f"{connection.info.host}:{connection.info.port}"))
+                identity, timeline, started_at = row
+                # The URL may name one server several times, for example by two poolers.
+                place = f"{connection.info.host}:{connection.info.port}"
+                primaries.setdefault((identity, started_at), (timeline, place))
     if len(primaries) > 1:
-        newest = max(primaries)[1]
-        named = ", ".join(f"{place} (timeline {timeline})" for timeline, place in primaries)
+        newest = max(primaries.values())[1]
+        named = ", ".join(f"{place} (timeline {timeline})" for timeline, place in primaries.values())
         yield problem(
             "server",
             f"{len(primaries)} servers of the URL take writes: {named}. Processes publish to both, and each lacks the "

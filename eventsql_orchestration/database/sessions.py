@@ -136,7 +136,7 @@ def _check_timeline(connection: Connection, servers: str) -> None:
     if row is None:
         return
 
-    identity, timeline = row
+    identity, timeline, _ = row
     newest, place = _TIMELINES.get((servers, identity), timeline), f"{connection.info.host}:{connection.info.port}"
     if timeline < newest:
         raise DatabaseUnavailableError(

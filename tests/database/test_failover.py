@@ -11,6 +11,8 @@ import pytest
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.cli.doctor_database import servers_finding
 from eventsql_orchestration.cli.findings import Status
+from eventsql_orchestration.database import Database
+from eventsql_orchestration.database.urls import parse_dsn, render
 from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError
 from tests.conftest import own_server
 from tests.fixtures import Until
@@ -104,3 +106,11 @@ def test_a_process_that_has_used_a_promoted_standby_publishes_nothing_to_the_for
     pair.primary.stop()
     assert list(servers_finding(database)) == []
     assert list(platform.registry.topics()) == orders
+
+
+def test_a_server_that_the_url_names_twice_is_one_server(direct_dsn: str) -> None:
+    """As two poolers before one primary, or an address that moves to the primary beside the primary's own."""
+    url = parse_dsn(direct_dsn)
+    twice = url.set(host=None, port=None, query={"host": "127.0.0.1,localhost", "port": f"{url.port},{url.port}"})
+    with Database(render(twice)) as database:
+        assert list(servers_finding(database)) == []

@@ -18,8 +18,10 @@ SELECT pg_backend_pid(), current_setting('server_encoding'),
            set_config('tcp_keepalives_count', least(current_setting('tcp_keepalives_count')::int, 3)::text, false)
        ] END;
 
--- timeline -- The identity of a primary and its physical copies, and the number of its timeline; no row for a standby.
-SELECT system_identifier::text, ('x' || left(pg_walfile_name(pg_current_wal_lsn()), 8))::bit(32)::int
+-- timeline -- The identity of a primary and its physical copies, the number of its timeline, and the server's start in
+-- seconds since 1970; no row for a standby.
+SELECT system_identifier::text, ('x' || left(pg_walfile_name(pg_current_wal_lsn()), 8))::bit(32)::int,
+       extract(epoch FROM pg_postmaster_start_time())::float8
 FROM pg_control_system()
 WHERE NOT pg_is_in_recovery();
 
