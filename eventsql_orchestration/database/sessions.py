@@ -20,7 +20,7 @@ from psycopg.rows import TupleRow
 from eventsql_orchestration.database.connections import Connection, gives_readable_times
 from eventsql_orchestration.database.queries import statement
 from eventsql_orchestration.errors import ConfigurationError, DatabaseUnavailableError
-from eventsql_orchestration.forks import OF_PARENTS, after_fork
+from eventsql_orchestration.forks import OF_PARENTS, ProcessLock, after_fork
 from eventsql_orchestration.qualification import qualified
 from eventsql_orchestration.redaction import hiding
 
@@ -43,6 +43,9 @@ whether the server has ended the session. A ping each time would take a third of
 _TIMELINES: Final[dict[tuple[str, str], int]] = {}
 """The newest timeline that this process has found, by the servers of a URL and their common identity. A standby begins
 another timeline when it is promoted."""
+
+_TURN: Final = ProcessLock()
+"""For `_TIMELINES`: a thread that found an older timeline must not replace a newer one."""
 
 
 def connect(dsn: str, *arguments: Any, **options: Any) -> Connection:
@@ -137,7 +140,10 @@ def _check_timeline(connection: Connection, servers: str) -> None:
         return
 
     identity, timeline, _ = row
-    newest, place = _TIMELINES.get((servers, identity), timeline), f"{connection.info.host}:{connection.info.port}"
+    with _TURN.lock:
+        newest = _TIMELINES.get((servers, identity), timeline)
+        _TIMELINES[servers, identity] = max(newest, timeline)
+    place = f"{connection.info.host}:{connection.info.port}"
     if timeline < newest:
         raise DatabaseUnavailableError(
             f"the server at {place} is a former primary: its timeline is {timeline}, and this process has used a "
@@ -150,7 +156,6 @@ def _check_timeline(connection: Connection, servers: str) -> None:
             "it gives their ids again: start this process again if it works on a queue, or keeps a position of its own",
             place, timeline, newest,
         )  # fmt: skip
-    _TIMELINES[servers, identity] = timeline
 
 
 def _leave_to_parent(connection: Connection) -> None:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.cli.doctor_database import servers_finding
 from eventsql_orchestration.cli.findings import Status
-from eventsql_orchestration.database import Database
+from eventsql_orchestration.database import Database, sessions
 from eventsql_orchestration.database.urls import parse_dsn, render
 from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError
 from tests.conftest import own_server
 from tests.fixtures import Until
 from tests.log.servers import Pair
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -114,3 +118,37 @@ def test_a_server_that_the_url_names_twice_is_one_server(direct_dsn: str) -> Non
     twice = url.set(host=None, port=None, query={"host": "127.0.0.1,localhost", "port": f"{url.port},{url.port}"})
     with Database(render(twice)) as database:
         assert list(servers_finding(database)) == []
+
+
+def test_a_thread_that_still_finds_the_former_primary_does_not_hide_the_promoted_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thread connects to the promoted server while another thread notes the timeline of the former primary."""
+    asked = threading.Event()
+
+    def find(timeline: int) -> None:
+        def execute(*_: object, **__: object) -> Any:
+            if timeline == 2:
+                asked.set()
+            return SimpleNamespace(fetchone=lambda: ("cluster", timeline, 0.0))
+
+        connection: Any = SimpleNamespace(
+            autocommit=True, execute=execute, info=SimpleNamespace(host=f"db{timeline}", port=5432)
+        )
+        sessions._check_timeline(connection, "db1,db2")
+
+    other = threading.Thread(target=find, args=(2,))
+
+    class Timelines(dict[tuple[str, str], int]):
+        def get(self, key: Any, default: Any = None) -> Any:
+            found = super().get(key, default)
+            if threading.current_thread() is not other:
+                other.start()
+                wait_until(lambda: not other.is_alive() or (asked.is_set() and sessions._TURN.lock.locked()))
+            return found
+
+    timelines = Timelines()
+    monkeypatch.setattr(sessions, "_TIMELINES", timelines)
+    find(1)
+    other.join()
+    assert timelines == {("db1,db2", "cluster"): 2}
