@@ -187,9 +187,16 @@ class Database:
             isolation_level="REPEATABLE READ" if one_snapshot else "READ COMMITTED",
             schema_translate_map={None: self.schema},
         )
-        with self.errors(), self._pool.alchemy(engine) as connection, connection.begin():
-            connection.exec_driver_sql(statement("sessions", "plain"))
-            yield connection
+        with self.errors(), self._pool.alchemy(engine) as connection:
+            try:
+                with connection.begin():
+                    connection.exec_driver_sql(statement("sessions", "plain"))
+                    yield connection
+            except (psycopg.Error, DatabaseError) as error:
+                # As `leave_read_only`, for statements of the driver's connection, which SQLAlchemy does not see.
+                if any(isinstance(each, psycopg.errors.ReadOnlySqlTransaction) for each in (error, error.__cause__)):
+                    connection.invalidate()
+                raise
 
     @contextmanager
     def pooled(self) -> Iterator[Connection]:

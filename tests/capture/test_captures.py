@@ -12,11 +12,12 @@ import pytest
 
 from eventsql_orchestration import EventSQL, Topic
 from eventsql_orchestration.capture import captures
-from eventsql_orchestration.database import Connection
+from eventsql_orchestration.database import Connection, driver_connection
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import (
     CaptureError,
     DatabaseBusyError,
+    DatabaseError,
     InvalidNameError,
     RedefinitionError,
     RegistryError,
@@ -89,6 +90,25 @@ def test_tables_beside_the_platforms_in_one_schema_are_captured(direct_dsn: str,
         for (name,) in own:
             with pytest.raises(CaptureError):
                 platform.capture(name, "changes")
+
+
+def test_a_connection_to_a_server_that_takes_no_more_writes_is_not_used_again(
+    direct_dsn: str, session: Connection
+) -> None:
+    session.execute("CREATE TABLE orders (id integer PRIMARY KEY)")
+    with EventSQL(direct_dsn, transfer=False) as platform:
+        platform.registry.register_topic(Topic("changes"))
+
+        def capture_without_writes() -> int:
+            with platform.database.engine.connect() as connection:
+                driver = driver_connection(connection)
+                driver.execute("SET default_transaction_read_only TO on")
+                server_process = driver.info.backend_pid
+            with pytest.raises(DatabaseError, match="takes no writes"):
+                platform.capture("orders", "changes")
+            return server_process
+
+        assert capture_without_writes() != capture_without_writes()
 
 
 @pytest.mark.parametrize("name", ["", "a.b.c", "a b", '"a', "a;b c", "x\x00"])
