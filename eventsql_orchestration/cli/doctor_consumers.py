@@ -55,10 +55,11 @@ def leftover_findings(shard: Shard) -> Iterator[Finding]:
 def consumer_findings(shard: Shard) -> Iterator[Finding]:
     topics = {topic.name for topic in shard.registry.topics()}
     states = shard.registry.consumers()
-    alike: dict[tuple[str, str, str | None], list[ConsumerState]] = {}
+    alike: dict[tuple[str, str, str | None, str | None], list[ConsumerState]] = {}
     for state in states:
         if state.failing:
-            alike.setdefault((state.topic, state.name, _failing(state, topics).remedy), []).append(state)
+            case = state.topic, state.name, _failing(state, topics).remedy, state.failure
+            alike.setdefault(case, []).append(state)
     findings = [_failing(state, topics, more=len(others)) for state, *others in alike.values()]
     findings += [
         warning("consumers", f"{name} of topic {topic} is paused", advised("consumer resume", topic, name))

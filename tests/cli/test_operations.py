@@ -281,7 +281,17 @@ def test_partitions_of_a_consumer_that_fail_alike_are_one_finding(run: Run, plat
     assert "partition 0 (and 3 more) is retrying" in retrying["message"]
 
     with platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.consumer SET eql_failure = 'KeyError: fare' WHERE eql_partition = 3")
+    messages = [finding["message"] for finding in diagnose(run)[1]["consumers"]]
+    assert len(messages) == 2
+    assert "partition 0 (and 2 more) is retrying" in messages[0]
+    assert "no such rider" in messages[0]
+    assert "partition 3 is retrying" in messages[1]
+    assert "KeyError: fare" in messages[1]
+
+    with platform.database.connection() as connection:
         connection.execute("UPDATE eventsql.consumer SET eql_attempts = 5 WHERE eql_partition = 2")
+        connection.execute("UPDATE eventsql.consumer SET eql_failure = 'ValueError: no such rider'")
     states = {finding["status"]: finding["message"] for finding in diagnose(run)[1]["consumers"]}
     assert "partition 0 (and 2 more) is retrying" in states["warning"]
     assert "partition 2 is blocked" in states["problem"]
