@@ -104,6 +104,8 @@ def test_a_service_runs_a_program_of_the_image_with_options_that_it_has(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program, *arguments = OURS[name]["command"]
+    if program == "sh":
+        program, *arguments = shlex.split(arguments[-1].split("||")[-1])
     (entry,) = entry_points(group="console_scripts", name=program)
     given = [word for word in arguments if re.fullmatch("--?[a-z-]+", word)]
     commands = [word for word in arguments if re.fullmatch("[a-z-]+", word) and not word.startswith("-")]
@@ -152,10 +154,14 @@ def test_the_metrics_read_with_a_login_of_their_own(
 ) -> None:
     owner = parse_dsn(direct_dsn)
     passwords = ["it's", "new"]
+    environment["PATH"] = f"{PROGRAMS}:{environment['PATH']}"
     try:
         for service in ("migrate", "roles"):
-            program, *arguments = SERVICES[service]["command"]
-            subprocess.run([str(PROGRAMS / program), *arguments], cwd=tmp_path, env=environment, check=True)
+            subprocess.run(SERVICES[service]["command"], cwd=tmp_path, env=environment, check=True)
+        with psycopg.connect(direct_dsn) as publisher:
+            # At a later start, a transaction of a publisher may last.
+            publisher.execute("LOCK TABLE eventsql.event_buffer IN ROW EXCLUSIVE MODE")
+            subprocess.run(SERVICES["roles"]["command"], cwd=tmp_path, env=environment, check=True)
         logins = SERVICES["logins"]["command"]
         program, *arguments = [word.replace("/logins.sql", str(DEPLOY / "logins.sql")) for word in logins]
         for name, value in (("-h", owner.host), ("-U", owner.username), ("-d", owner.database)):
