@@ -23,9 +23,10 @@ from definitions import defs
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.dagster.build_definitions import DSN_VARIABLE
 from eventsql_orchestration.dagster.local.instance import STORAGE_VARIABLE, instance_config
+from eventsql_orchestration.database.embedded.programs import find_programs
 from eventsql_orchestration.database.urls import parse_dsn
 from eventsql_orchestration.spark import SPARK_CONFIG_VARIABLE
-from tests.conftest import is_setting
+from tests.conftest import is_setting, own_server
 from tests.deploy.test_deploy import argument, instructions
 
 REPOSITORY = Path(__file__).parents[2]
@@ -141,6 +142,34 @@ def test_the_metrics_have_a_login_and_a_secret_of_their_own() -> None:
     secret = variables["PGPASSWORD"]["valueFrom"]["secretKeyRef"]
     readme = (REPOSITORY / "deploy" / "README.md").read_text(encoding="utf-8")
     assert f"secret generic {secret['name']} --from-file={secret['key']}=" in readme
+
+
+def test_the_owner_of_the_database_makes_the_login_of_the_metrics(tmp_path: Path) -> None:
+    readme = (REPOSITORY / "deploy" / "README.md").read_text(encoding="utf-8")
+    recipe = readme.partition("Before the first `metrics.yaml`")[2].split("```")[1]
+    eventsql = str(PROGRAMS / "eventsql")
+    with own_server() as server:
+        started = server.start()
+        with started.connect("postgres") as connection:
+            connection.execute("CREATE ROLE boss LOGIN CREATEROLE PASSWORD 'x'")
+            connection.execute("CREATE DATABASE app OWNER boss")
+
+        def url(role: str) -> str:
+            return f"postgresql://{role}:x@127.0.0.1:{started.port}/app"
+
+        # A server of the tests has a superuser named eventsql.
+        with psycopg.connect(url("boss"), autocommit=True) as owner:
+            owner.execute("CREATE ROLE app LOGIN PASSWORD 'x'")
+            owner.execute("GRANT CREATE ON DATABASE app TO app")
+        inherited = {name: value for name, value in os.environ.items() if not is_setting(name)}
+        path = f"{PROGRAMS}:{find_programs()}:{inherited['PATH']}"
+        given = {**inherited, "PATH": path, "OWNERS_URL": url("boss")}
+        subprocess.run([eventsql, "--dsn", url("app"), "migrate"], cwd=tmp_path, env=given, check=True)
+        script = recipe.replace("GRANT eventsql TO", "GRANT app TO").replace(r"\password metrics", "SELECT")
+        subprocess.run(["sh", "-ec", script], cwd=tmp_path, env=given, check=True)
+        with psycopg.connect(url("boss"), autocommit=True) as owner:
+            owner.execute("ALTER ROLE metrics PASSWORD 'x'")
+        subprocess.run([eventsql, "--dsn", url("metrics"), "metrics", "print"], cwd=tmp_path, env=given, check=True)
 
 
 def test_every_process_has_the_same_image_limits_of_memory_and_probes() -> None:
