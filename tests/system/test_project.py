@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from eventsql_orchestration import EventSQL, Publication
+from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from tests.conftest import is_setting
 from tests.documents import DAGSTER
@@ -126,6 +126,7 @@ def test_dev_consumes_starts_a_server_that_died_again_and_ends_with_everything(p
 @pytest.mark.nightly
 def test_a_round_of_a_location_without_a_simulation_consumes_what_waits(project: Path) -> None:
     with EventSQL(EmbeddedPostgres(project / ".eventsql" / "postgres").start().dsn, transfer=False) as platform:
+        platform.registry.register_topic(Topic("order_placed", partitions=2))
         publish(platform, "salt")
     done = subprocess.run(
         [PROGRAM, "dev", "--once", "--timeout", "200"],
