@@ -453,6 +453,13 @@ def test_a_rebuild_whose_table_is_dropped_at_its_beginning_finds_nothing_that_th
     assert isinstance(raised.value.__cause__, psycopg.errors.UndefinedTable)
 
 
+def test_a_rebuild_waits_for_no_other_table(world: World, session: Connection, sessions: Sessions) -> None:
+    session.execute("CREATE TABLE public.item (pieces int CHECK (pieces > 0))")
+    sessions().execute("DROP TABLE public.item")
+    with in_thread(lambda: world.views.rebuild(Steps())):
+        pass
+
+
 def test_a_consumer_that_moves_or_changes_meanwhile_stops_the_rebuild(world: World) -> None:
     world.publish(*range(10))
     world.consume()

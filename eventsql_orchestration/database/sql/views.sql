@@ -116,7 +116,8 @@ SELECT coalesce(pg_sequence_last_value(%(sequence)s::regclass), 0);
 SELECT setval(%(sequence)s::regclass, greatest((SELECT coalesce(max(eql_id), 1) FROM {schema}.{table}), %(after)s::bigint));
 
 -- lost_indexes -- The indexes, constraints and statistics of a view's table that a new table lacks, each by its name.
-WITH belongings AS (
+-- Materialized, it would lock all tables with a constraint, and fail beside a DROP of one of them.
+WITH belongings AS NOT MATERIALIZED (
     SELECT i.indrelid AS relation, 'index ' || c.relname AS what, concat_ws(
         ' ', c.relam, i.indisunique, i.indclass::text, i.indcollation::text, i.indoption::text,
         ARRAY(SELECT pg_get_indexdef(c.oid, place, true) FROM generate_series(1, i.indnatts) place ORDER BY place)::text,
