@@ -366,7 +366,8 @@ class ClusterTransfer:
                 self._cluster.open()
             except DatabaseError as error:
                 failures += 1
-                logger.warning("the transfer waits for the shards: %s", error)
+                if failures == 1:
+                    logger.warning("the transfer waits for the shards: %s", error)
                 stop.wait(pause_while_away(failures))
             else:
                 return

@@ -417,12 +417,14 @@ class QueueConsumption(Running):
             self._report(error)
 
     def _report(self, error: BaseException) -> None:
-        if isinstance(error, DatabaseUnavailableError | DatabaseBusyError):
-            logger.warning("%s waits for the database: %s", self._name, error)
-        elif isinstance(error, EventSQLError):
+        if isinstance(error, EventSQLError):
             # The error says what to do, so a traceback adds nothing. A lasting error is logged once.
-            level = logging.DEBUG if self._fault == str(error) else logging.ERROR
+            level, effect = logging.ERROR, "could not be consumed; trying again"
+            if isinstance(error, DatabaseUnavailableError | DatabaseBusyError):
+                level, effect = logging.WARNING, "waits for the database"
+            if self._fault == str(error):
+                level = logging.DEBUG
             self._fault = str(error)
-            logger.log(level, "%s could not be consumed; trying again: %s", self._name, error)
+            logger.log(level, "%s %s: %s", self._name, effect, error)
         else:
             logger.error("%s met an unexpected error; trying again", self._name, exc_info=error)

@@ -325,13 +325,15 @@ class Consumption(Running):
     def _report(self, what: str, error: BaseException) -> None:
         if self._cancellation.cancelled:
             logger.info("%s was stopped in the middle of a batch, which is rolled back: %s", what, error)
-        elif isinstance(error, DatabaseUnavailableError | DatabaseBusyError):
-            logger.warning("%s waits for the database: %s", what, error)
         elif isinstance(error, EventSQLError):
             # The error says what to do, so a traceback adds nothing. A lasting error is logged once, not every 5 s.
-            level = logging.DEBUG if self._faults.get(what) == str(error) else logging.ERROR
+            level, effect = logging.ERROR, f"could not be consumed; trying again every {FAULT_DELAY:.0f} s"
+            if isinstance(error, DatabaseUnavailableError | DatabaseBusyError):
+                level, effect = logging.WARNING, "waits for the database"
+            if self._faults.get(what) == str(error):
+                level = logging.DEBUG
             self._faults[what] = str(error)
-            logger.log(level, "%s could not be consumed; trying again every %.0f s: %s", what, FAULT_DELAY, error)
+            logger.log(level, "%s %s: %s", what, effect, error)
         else:
             logger.error("%s met an unexpected error; trying again in %.0f s", what, FAULT_DELAY, exc_info=error)
 

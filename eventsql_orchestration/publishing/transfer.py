@@ -112,6 +112,7 @@ class Transfer:
             polling_delay = check_seconds("polling_delay", polling_delay, zero=False)
         woken = False
         delay = pause = FIRST_DELAY
+        fault: str | None = None
         failed: dict[str, EventSQLError] = {}
         retry_failed_at = 0.0
         while not stop.is_set():
@@ -122,12 +123,14 @@ class Transfer:
             try:
                 _, counts, again, held = self._round(None, failed, MAX_OFFSET)
             except DatabaseError as error:
-                logger.warning("the transfer waits %.2g s for the database: %s", pause, error)
+                if str(error) != fault:
+                    fault = str(error)
+                    logger.warning("the transfer waits for the database: %s", error)
                 # Ignore wake-ups: otherwise each publication would cause an attempt.
                 stop.wait(pause)
                 pause = min(pause * 2, max(longest, MAX_RETRY_DELAY))
                 continue
-            pause = FIRST_DELAY
+            pause, fault = FIRST_DELAY, None
             if counts and on_moved is not None:
                 on_moved(counts)
             if again:

@@ -724,6 +724,26 @@ def test_the_loop_waits_for_a_server_that_is_down(
     assert values(platform) == ["before", "after"]
 
 
+def test_an_outage_is_one_line_in_the_log_of_the_transfer(
+    transfers: Callable[..., Transfer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stop = threading.Event()
+    outages = iter(["gone", "gone", "gone", None, "gone"])
+    moving = transfers()
+    moves = moving._round
+
+    def away(*given: Any) -> Any:
+        if (outage := next(outages, "ended")) == "ended":
+            stop.set()
+        elif outage is not None:
+            raise DatabaseUnavailableError(outage)
+        return moves(*given)
+
+    monkeypatch.setattr(moving, "_round", away)
+    moving.run(stop, polling_delay=0.01)
+    assert len([record for record in caplog.records if record.name == transfer.__name__]) == 2
+
+
 def test_a_transfer_that_was_closed_opens_again(platform: EventSQL) -> None:
     platform.publisher.publish(order("one"))
     platform.transfer.run_once()
