@@ -273,9 +273,14 @@ class ClusterRegistry:
         """
         if self._lone is not None:
             return
-        states = self.consumer(topic, name)
-        on = {state.shard for state in states}
-        lacking = [shard.label for shard in self._cluster.up() if shard.active and shard.label not in on]
+        listed = [
+            (shard, [state for state in found if state.name == name])
+            for shard, found in self._cluster.each_up(lambda shard: shard.registry.consumers(topic))
+        ]
+        states = [state for _, found in listed for state in found]
+        if not states:
+            raise no_consumer(topic, name)
+        lacking = [shard.label for shard, found in listed if shard.active and not found]
         mixed = len({state.partition == NOT_PARTITIONED for state in states}) > 1
         if lacking or mixed:
             called = f"consumer {name!r} of topic {topic!r}"

@@ -13,6 +13,7 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict
 
 from eventsql_orchestration import Consumer, EventFilter, EventSQL, Publication, Shard, Topic
+from eventsql_orchestration.consumer import ConsumerState
 from eventsql_orchestration.consuming.dead_letters import LetterFilter
 from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.errors import (
@@ -268,6 +269,23 @@ def test_topics_and_consumers_that_differ_are_refused_when_they_are_used(databas
     platform.registry.register_topic(Topic("lonely")).register_consumer(Consumer("orders", "ledger", True))
     platform.publisher.publish(Publication("lonely", b""))
     platform.consumers.start("orders", "ledger", print).stop()
+
+
+def test_a_consumer_starts_while_a_shard_comes_back(
+    databases: Databases, opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform = opened(*databases(2))
+    platform.registry.register_topic(Topic("orders")).register_consumer(Consumer("orders", "mailer"))
+    one, other = platform.shards
+    consumers = one.registry.consumers
+
+    def listed(topic: str) -> list[ConsumerState]:
+        other.down = None
+        return consumers(topic)
+
+    other.down = DatabaseUnavailableError("it does not answer")
+    monkeypatch.setattr(one.registry, "consumers", listed)
+    platform.consumers.start("orders", "mailer", print).stop()
 
 
 def test_a_topic_is_looked_up_on_the_first_shard_that_is_up_and_has_it(
