@@ -11,6 +11,7 @@ from typing import Unpack
 from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.consumer import Consumer, ConsumerState
 from eventsql_orchestration.errors import (
+    ConsumerNotFoundError,
     DatabaseUnavailableError,
     EventSQLError,
     ShardsDifferError,
@@ -303,11 +304,15 @@ class ClusterRegistry:
         """
         if self._lone is not None:
             return self._lone.unregister_consumer(topic, name)
-        found = {state.shard for state in self.consumers(topic) if state.name == name}
+        exists = any(state.name == name for state in self.consumers(topic))
 
         def unregister(shard: Shard) -> None:
-            if shard.label in found or not found:
+            try:
                 shard.registry.unregister_consumer(topic, name)
+            except (ConsumerNotFoundError, TopicNotFoundError):
+                # If only some shards have the consumer, an earlier attempt stopped in between.
+                if not exists:
+                    raise
 
         self._cluster.fan_out(unregister)
         return None

@@ -271,7 +271,7 @@ def test_topics_and_consumers_that_differ_are_refused_when_they_are_used(databas
     platform.consumers.start("orders", "ledger", print).stop()
 
 
-def test_a_consumer_starts_while_a_shard_comes_back(
+def test_a_consumer_starts_and_is_deleted_while_a_shard_comes_back(
     databases: Databases, opened: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     platform = opened(*databases(2))
@@ -286,6 +286,10 @@ def test_a_consumer_starts_while_a_shard_comes_back(
     other.down = DatabaseUnavailableError("it does not answer")
     monkeypatch.setattr(one.registry, "consumers", listed)
     platform.consumers.start("orders", "mailer", print).stop()
+
+    other.down = DatabaseUnavailableError("it does not answer")
+    platform.registry.unregister_consumer("orders", "mailer")
+    assert other.registry.consumers("orders") == []
 
 
 def test_a_topic_is_looked_up_on_the_first_shard_that_is_up_and_has_it(
