@@ -214,7 +214,8 @@ def _exchange(
     results = connection.wait(sent())
     if not results:
         raise psycopg.InternalError("the server gave no result")
-    return next((result for result in results if result.status != ExecStatus.COMMAND_OK), results[-1])
+    # The server sends rows before it commits, and then the error of the commit.
+    return next((result for result in results if result.status == ExecStatus.FATAL_ERROR), results[-1])
 
 
 def _checked(result: PGresult, wanted: ExecStatus) -> PGresult:

@@ -85,6 +85,21 @@ def test_a_refused_statement_raises_an_error_of_the_package_and_leaves_the_conne
     assert stored() == [(1, None), (2, None)]
 
 
+@pytest.mark.parametrize(("prepare", "briefly"), [(True, False), (False, False), (True, True)])
+def test_rows_of_a_statement_whose_commit_fails_are_no_result(database: Database, prepare: bool, briefly: bool) -> None:
+    """The server sends the rows before it commits."""
+    with database.connection() as connection:
+        connection.execute("CREATE TABLE public.late (number integer UNIQUE DEFERRABLE INITIALLY DEFERRED)")
+    query = sql.SQL("INSERT INTO public.late SELECT %(number)s::integer RETURNING number")
+    late = SingleStatement("late", query, prepare=prepare, briefly=briefly)
+    number = {"number": b"\0\0\0\1"}
+    assert database.fetch(late, number) == [(b"\0\0\0\1",)]
+    for fetch in (database.fetch, database.fetch_values):
+        with pytest.raises(DatabaseError) as refused:
+            fetch(late, number)
+        assert getattr(refused.value.__cause__, "sqlstate", None) == "23505"
+
+
 def test_a_statement_that_cannot_be_prepared_raises_an_error_of_the_package_each_time(database: Database) -> None:
     statement = SingleStatement("missing", sql.SQL("INSERT INTO public.missing SELECT %(number)s::integer"))
     for _ in range(2):
