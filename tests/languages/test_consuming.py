@@ -12,6 +12,8 @@ import pytest
 
 from eventsql_orchestration import Consumer, Event, EventFilter, EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.claims import Claim, NoClaim
+from eventsql_orchestration.consuming.dead_letters import LetterFilter
+from eventsql_orchestration.consuming.failures import backoff_after
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.roles import Roles
 from eventsql_orchestration.errors import ClaimLostError
@@ -96,6 +98,8 @@ def test_each_event_is_fetched_once_as_the_library_reads_it(
         assert [row[3] for row in fetched if row[2] == partition] == ids_in(topic, "orders", partition)
     assert sorted(effects(topic)) == [event.id for event in read]
     assert sum(state.consumed_events for state in topic.registry.consumer("orders", consumer)) == 100
+    began = session.execute("SELECT min(eql_first_event_id) FROM eventsql.consumer WHERE eql_name = %s", [consumer])
+    assert began.fetchone() == (read[0].id,)
     assert all(lag.events == 0 for lag in topic.lag("orders") if lag.consumer == consumer)
 
 
@@ -127,6 +131,8 @@ def test_a_claim_that_the_library_adopts_is_lost(topic: EventSQL, session: Conne
     with pytest.raises(psycopg.errors.NoDataFound):
         call(session, "commit", claim, epoch)
     call(session, "release", claim, adopted.epoch)
+    with pytest.raises(psycopg.errors.NoDataFound):
+        call(session, "commit", claim, adopted.epoch)
     with pytest.raises(ClaimLostError), topic.database.transaction() as connection:
         topic.claims.commit(connection, adopted)
 
@@ -231,26 +237,29 @@ def test_an_event_that_fails_is_retried_alone_and_then_a_dead_letter_as_the_libr
 ) -> None:
     topic.registry.register_consumer(Consumer("orders", "whole"), max_attempts=2)
     topic.registry.register_consumer(Consumer("orders", "python"), max_attempts=2)
+    fill(topic, 2)
+    odd = {"n": "2", "dlt_consumer": "of its publisher"}
+    topic.publisher.publish(Publication("orders", b"2", key="2", metadata=odd))
     fill(topic, 4)
-    fill(topic, 4)
-    rows = fetch(session, "'orders', 'whole'")
-    assert call(session, "fail", *rows[0][:2], rows[2][3], "no ☃", "OutOfSnowError") == "retry"
+    rows, no_snow = fetch(session, "'orders', 'whole'"), "no ☃" * 600
+    failure = f"OutOfSnowError: {no_snow}"[:2_000]
+    assert call(session, "fail", *rows[0][:2], rows[2][3], no_snow, "OutOfSnowError") == "retry"
     assert offsets(topic, "whole") == {-1: rows[1][3]}
     assert fetch(session, "'orders', 'whole'") == []
     (state,) = topic.registry.consumer("orders", "whole")
-    assert (state.failed_event_id, state.attempts, state.failure) == (rows[2][3], 1, "OutOfSnowError: no ☃")
+    assert (state.failed_event_id, state.attempts, state.failure) == (rows[2][3], 1, failure)
 
     let_be_due(session)
     (alone,) = fetch(session, "'orders', 'whole'")
     assert alone[3] == rows[2][3]
-    assert call(session, "fail", *alone[:2], alone[3], "no ☃", "OutOfSnowError") == "blocked"
+    assert call(session, "fail", *alone[:2], alone[3], no_snow, "OutOfSnowError") == "blocked"
     let_be_due(session)
     assert fetch(session, "'orders', 'whole'") == []
     assert [lag.cause for lag in topic.lag("orders") if lag.consumer == "whole"] == ["blocked"]
 
     topic.registry.register_topic(Topic("orders_dlt", 2))
     (alone,) = fetch(session, "'orders', 'whole'")
-    assert call(session, "fail", *alone[:2], alone[3], "no ☃", "OutOfSnowError") == "dead letter"
+    assert call(session, "fail", *alone[:2], alone[3], no_snow, "OutOfSnowError") == "dead letter"
     assert [row[3] for row in fetch(session, "'orders', 'whole'")] == [row[3] for row in rows[3:]]
 
     class OutOfSnowError(Exception):
@@ -259,7 +268,7 @@ def test_an_event_that_fails_is_retried_alone_and_then_a_dead_letter_as_the_libr
     def refuse(events: Sequence[Event], _: Connection) -> None:
         for event in events:
             if event.id == alone[3]:
-                raise OutOfSnowError("no ☃")
+                raise OutOfSnowError(no_snow)
 
     for _ in range(3):
         topic.consumers.consume_once("orders", "python", refuse)
@@ -272,8 +281,37 @@ def test_an_event_that_fails_is_retried_alone_and_then_a_dead_letter_as_the_libr
     (state,) = topic.registry.consumer("orders", "whole")
     (theirs_state,) = topic.registry.consumer("orders", "python")
     assert state.attempts == theirs_state.attempts == 0
+    assert state.failure is None
     given_up = session.execute("SELECT eql_given_up FROM eventsql.consumer WHERE eql_name IN ('whole', 'python')")
     assert given_up.fetchall() == [(1,), (1,)]
+
+
+@pytest.mark.parametrize("failures", [0, 3, 5_000])
+def test_an_event_that_failed_waits_as_long_as_in_the_library(
+    topic: EventSQL, session: Connection, failures: int
+) -> None:
+    topic.registry.register_consumer(Consumer("orders", "whole"), max_attempts=10_000)
+    fill(topic, 1)
+    ((claim, epoch, _, id_, *_),) = fetch(session, "'orders', 'whole'")
+    session.execute("UPDATE eventsql.consumer SET eql_failed_event_id = %s, eql_attempts = %s", [id_, failures])
+    before = session.execute("SELECT clock_timestamp()").fetchone()
+    assert call(session, "fail", claim, epoch, id_, "no") == "retry"
+    due = "SELECT eql_retry_at - make_interval(secs => %s) BETWEEN %s AND clock_timestamp() FROM eventsql.consumer"
+    found = session.execute(f"{due} WHERE eql_name = 'whole'", [backoff_after(failures + 1), *(before or ())])
+    assert found.fetchone() == (True,)
+
+
+def test_a_dead_letter_of_a_backfill_belongs_to_it_and_its_errors_name_is_cut(
+    topic: EventSQL, session: Connection
+) -> None:
+    window = "mailer__backfill_one_0_9"
+    topic.registry.register_topic(Topic("orders_dlt")).register_consumer(Consumer("orders", window), max_attempts=1)
+    fill(topic, 1)
+    ((claim, epoch, _, id_, *_),) = fetch(session, f"'orders', '{window}'")
+    assert call(session, "fail", claim, epoch, id_, "no", "E" * 3_000) == "dead letter"
+    topic.transfer.run_once()
+    (letter,) = topic.dead_letters.list("orders", LetterFilter(backfill="one"))
+    assert letter.metadata["dlt_exception"] == "E" * 2_000
 
 
 def test_an_event_whose_dead_letter_topic_is_deleted_at_that_moment_is_blocked(
@@ -374,9 +412,15 @@ def test_a_filter_that_this_version_does_not_know_lets_nothing_pass(topic: Event
 
 
 @pytest.mark.both_forms
-@pytest.mark.parametrize("metadata", [r'{"n": "\ud800"}', r'{"n": "1", "z": "\u0000"}', "[1]", "null"])
+@pytest.mark.parametrize(
+    ("metadata", "n"),
+    [
+        (r'{"n": "\ud800"}', "\N{REPLACEMENT CHARACTER}"), (r'{"n": "1", "z": "\u0000"}', "1"), ('{"n": null}', "null"),
+        ("[1]", None), ("null", None),
+    ],
+)  # fmt: skip
 def test_metadata_that_another_program_wrote_hold_up_no_consumer(
-    topic: EventSQL, session: Connection, metadata: str
+    topic: EventSQL, session: Connection, metadata: str, n: str | None
 ) -> None:
     topic.registry.register_topic(Topic("orders_dlt")).register_consumer(Consumer("orders", "whole"), max_attempts=1)
     topic.registry.register_consumer(Consumer("orders", "picky"), filter=EventFilter(metadata={"n": "0"}))
@@ -390,7 +434,7 @@ def test_metadata_that_another_program_wrote_hold_up_no_consumer(
     claim, epoch, _, odd, *_ = fetch(session, "'orders', 'whole'")[0]
     assert call(session, "fail", claim, epoch, odd, "no") == "dead letter"
     topic.transfer.run_once()
-    assert [letter.value for letter in topic.dead_letters.list("orders")] == [b"odd"]
+    assert [(each.value, each.metadata.get("n")) for each in topic.dead_letters.list("orders")] == [(b"odd", n)]
 
 
 @pytest.mark.both_forms
@@ -462,16 +506,19 @@ def test_a_paused_consumer_and_one_consumed_as_a_queue_give_nothing(topic: Event
 def test_claims_that_ended_long_ago_are_deleted(topic: EventSQL, session: Connection) -> None:
     fill(topic, 30)
     for _ in range(4):
-        call(session, "release", *fetch(session, "'orders', 'mailer', 1")[0][:2])
-    session.execute("UPDATE eventsql.consumer_claim SET eql_finished_at = now() - interval '2 hours'")
+        call(session, "release", *fetch(session, "'orders', 'mailer', 1, 60, 'till'")[0][:2])
+    session.execute(
+        "UPDATE eventsql.consumer_claim SET eql_finished_at = now() - interval '2 hours' "
+        "WHERE eql_id < (SELECT max(eql_id) FROM eventsql.consumer_claim)"
+    )
     session.execute(
         "UPDATE eventsql.consumer_claim SET eql_owner = 'run 7' "
         "WHERE eql_id = (SELECT min(eql_id) FROM eventsql.consumer_claim)"
     )
     session.execute("ALTER TABLE eventsql.consumer_claim ALTER COLUMN eql_id RESTART WITH 514")
     fetch(session, "'orders', 'mailer', 1")
-    left = session.execute("SELECT eql_owner FROM eventsql.consumer_claim WHERE eql_state = 'released'").fetchall()
-    assert left == [("run 7",)]
+    left = "SELECT eql_owner FROM eventsql.consumer_claim WHERE eql_state = 'released' ORDER BY eql_id"
+    assert session.execute(left).fetchall() == [("run 7",), ("process till",)]
 
 
 @pytest.mark.both_forms
@@ -586,8 +633,11 @@ REFUSED = [
 
 def test_wrong_arguments_are_refused(topic: EventSQL, session: Connection) -> None:
     fill(topic, 30)
-    claim, epoch, *_ = fetch(session, "'orders', 'mailer', 1")[0]
-    known = {"claim": claim, "epoch": epoch, "after": 0, "beyond": 10_000}
+    for partition in range(3):
+        topic.consumers.consume_once("orders", "mailer", lambda *_: None, max_events=1, partition=partition)
+    claim, epoch, partition, *_ = fetch(session, "'orders', 'mailer', 1")[0]
+    after, _, beyond, *_ = ids_in(topic, "orders", partition)
+    known = {"claim": claim, "epoch": epoch, "after": after, "beyond": beyond}
     for statement in REFUSED:
         with pytest.raises(psycopg.errors.InvalidParameterValue):
             session.execute(f"SELECT eventsql.{statement.format(**known)}".encode())
