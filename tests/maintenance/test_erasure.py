@@ -7,6 +7,7 @@ import uuid
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import psycopg
@@ -660,6 +661,24 @@ def test_metadata_of_any_json_goes(platform: EventSQL, form: Storage, metadata: 
     assert letter.erased
 
 
+@pytest.mark.parametrize("copies", [False, True])
+def test_an_erasure_ends_though_events_of_the_key_come_and_not_while_copies_of_them_come(
+    platform: EventSQL, form: Storage, monkeypatch: pytest.MonkeyPatch, *, copies: bool
+) -> None:
+    monkeypatch.setattr(erasure, "MOST_ROUNDS", 3)
+    visit, of_letter = erasure._Run.visit, {"redriven_from": "orders_dlt:1"} if copies else {}
+
+    def publish_and_visit(self: Any, connection: Connection, name: str, *, execute: bool) -> None:
+        if name == "orders":
+            platform.publisher.publish(Publication("orders", SECRET, key="ann", metadata=of_letter))
+        visit(self, connection, name, execute=execute)
+
+    monkeypatch.setattr(erasure._Run, "visit", publish_and_visit)
+    with pytest.raises(DatabaseBusyError) if copies else nullcontext():
+        platform.eraser.execute("orders", ["ann"])
+    assert [each.finished_at is None for each in platform.eraser.records()] == [copies]
+
+
 # Interruptions and records
 
 
@@ -736,6 +755,17 @@ def test_rows_that_an_open_transaction_sees_are_not_said_to_be_gone(
     reading.rollback()
     monkeypatch.undo()
     assert platform.eraser.execute("orders", ["bob"]).vacuumed
+
+
+def test_a_snapshot_of_another_database_keeps_no_row(
+    platform: EventSQL, fresh: str, form: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(erasing, "VACUUM_SECONDS", 0.0)
+    publish(platform, "ann")
+    with psycopg.connect(fresh) as other:
+        other.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+        other.execute("SELECT pg_current_snapshot()")
+        assert platform.eraser.execute("orders", ["ann"]).vacuumed
 
 
 def test_an_erasure_does_not_wait_for_ever_for_a_session_that_analyzes_its_tables(
