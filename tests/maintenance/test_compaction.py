@@ -282,6 +282,17 @@ def test_full_blocks_are_left_alone_however_small_they_are_on_the_disk(
     assert (platform.compactor.plan("orders").blocks, platform.compactor.execute("orders").blocks) == (0, 0)
 
 
+def test_a_block_that_is_larger_than_a_window_keeps_no_others_from_their_merge(
+    platform: EventSQL, session: Connection
+) -> None:
+    platform.registry.register_topic(Topic("orders", storage="blocks", compression="none"))
+    publish_singly(platform, 62, partitions=-1)
+    session.execute(
+        "UPDATE eventsql.orders_block SET eql_values = ARRAY[decode(repeat('00', 33554432), 'hex')] WHERE eql_id = 31"
+    )
+    assert platform.compactor.plan("orders").blocks == 60
+
+
 def test_small_blocks_are_merged_however_well_they_are_compressed(platform: EventSQL, session: Connection) -> None:
     platform.registry.register_topic(Topic("orders", storage="blocks", compression="pglz"))
     for _ in range(60):
