@@ -273,6 +273,15 @@ def test_a_truncation_after_a_repartitioning_removes_the_rows_of_partitions_that
     assert differences(session, "orders", "id::text") == []
 
 
+def test_a_truncation_is_one_event_of_a_topic_without_partitions(platform: EventSQL, session: Connection) -> None:
+    session.execute("CREATE TABLE orders (id integer PRIMARY KEY)")
+    platform.registry.register_topic(Topic("changes"))
+    platform.capture("orders", "changes")
+    session.execute("INSERT INTO orders VALUES (1)")
+    session.execute("TRUNCATE orders")
+    assert [(each["op"], each["partition"]) for each in events(session)] == [("c", -1), ("t", -1)]
+
+
 def test_a_key_of_several_columns_is_a_json_array_of_their_texts(platform: EventSQL, session: Connection) -> None:
     session.execute('CREATE TABLE "Lines" (n smallint, "order" text, x int, PRIMARY KEY ("order", n))')
     platform.registry.register_topic(Topic("changes", 2))
