@@ -25,6 +25,7 @@ from eventsql_orchestration.queue import (
     drop_expired_archives,
     list_queues,
     message_queue,
+    upkeep,
 )
 from tests.fixtures import Until, UntilBlocked
 from tests.queue.test_ordered import bodies, expire
@@ -274,6 +275,20 @@ def test_some_dead_letters_are_redriven(database: Database) -> None:
     assert bodies(queue.receive(max_messages=9)) == [b"2"]
     assert queue.redrive(1) == 1
     assert bodies(queue.receive(max_messages=9)) == [b"1"]
+
+
+def test_messages_beyond_those_of_one_transaction_are_redriven_and_purged(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upkeep, "PURGED_AT_ONCE", 2)
+    queue = Queue(database, "commands", max_receives=1)
+    queue.send_all([b"1", b"2", b"3", b"4", b"5", b"6"])
+    queue.receive(max_messages=6)
+    expire(database)
+    assert queue.receive() == []
+    assert (queue.redrive(3), queue.redrive()) == (3, 3)
+    assert bodies(queue.receive(max_messages=9)) == [b"1", b"2", b"3", b"4", b"5", b"6"]
+    assert queue.purge() == 6
 
 
 def test_dead_letters_are_redriven_all_or_none_where_some_are_unknown(database: Database) -> None:
