@@ -276,6 +276,7 @@ def test_an_event_that_fails_is_retried_alone_and_then_a_dead_letter_as_the_libr
     topic.transfer.run_once()
     mine, theirs = topic.dead_letters.list("orders")
     assert (mine.partition, mine.key, mine.value) == (theirs.partition, theirs.key, theirs.value)
+    assert mine.metadata["dlt_consumer"] == "whole"
     assert {**mine.metadata, "dlt_consumer": "python", "dlt_attempts": "2"} == theirs.metadata
     assert list(mine.metadata) == list(theirs.metadata)
     (state,) = topic.registry.consumer("orders", "whole")
