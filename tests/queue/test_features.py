@@ -277,6 +277,16 @@ def test_some_dead_letters_are_redriven(database: Database) -> None:
     assert bodies(queue.receive(max_messages=9)) == [b"1"]
 
 
+def test_the_message_that_died_first_is_redriven_first(database: Database) -> None:
+    queue = Queue(database, "commands", max_receives=1)
+    queue.send_all([b"1", b"2"])
+    for message in reversed(queue.receive(max_messages=2)):
+        queue.release(message)
+        assert queue.receive() == []
+    assert queue.redrive(1) == 1
+    assert bodies(queue.receive()) == [b"2"]
+
+
 def test_messages_beyond_those_of_one_transaction_are_redriven_and_purged(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -218,6 +218,15 @@ def test_a_dead_letter_lets_the_next_message_go(database: Database, *, parked: b
     assert bodies(Queue(database, "commands_dead").receive()) == [b"1"]
 
 
+def test_a_delay_counts_for_a_message_behind_one_that_becomes_a_dead_letter(database: Database) -> None:
+    queue = Queue(database, "commands", ordered=True, max_receives=1)
+    queue.send_all([NewMessage(b"1", key="a"), NewMessage(b"2", key="a", delay=60)])
+    queue.receive()
+    expire(database)
+    assert queue.receive() == []
+    assert numbers(queue) == (0, 0, 1, 0)
+
+
 def test_a_redriven_message_comes_after_those_that_wait(database: Database) -> None:
     queue = Queue(database, "commands", ordered=True, max_receives=1)
     queue.send_all([NewMessage(b"1", key="a"), NewMessage(b"2", key="a")])
