@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -108,7 +108,8 @@ class Retainer:
         for topic in wanted:
             try:
                 unfinished = any(is_of(table, topic.name) for table in begun)
-                done = self._retain(topic, force=force, execute=execute, unfinished=unfinished)
+                with self._database.by_admin() if execute else nullcontext():
+                    done = self._retain(topic, force=force, execute=execute, unfinished=unfinished)
             except EventSQLError as error:
                 logger.warning("topic %r keeps its old segments for now: %s", topic.name, error)
                 failed.append(error)

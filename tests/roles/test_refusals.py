@@ -440,6 +440,16 @@ def test_a_refusal_of_the_admins_work_names_the_admin_alone(as_: As, prefix: str
     assert re.findall(r"GRANT (\w+) TO", str(raised.value)) == [f"{prefix}_admin"]
 
 
+@pytest.mark.parametrize("role", ["reader", "publisher", "consumer", "transfer"])
+def test_a_retention_that_may_not_drop_events_names_the_admin_alone(
+    owner: EventSQL, as_: As, prefix: str, role: str
+) -> None:
+    owner.registry.set_retention("orders", Retention(events=1))
+    with pytest.raises(PermissionDeniedError) as raised:
+        as_(role).retention.run_once(["orders"])
+    assert re.findall(r"GRANT (\w+) TO", str(raised.value)) == [f"{prefix}_admin"]
+
+
 def test_a_refusal_names_no_role_whose_rights_on_the_object_the_login_has(as_: As, prefix: str) -> None:
     with pytest.raises(PermissionDeniedError) as raised:
         as_("sender").dead_letters.list("orders")
