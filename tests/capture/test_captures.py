@@ -366,7 +366,7 @@ def test_a_table_without_its_key_refuses_changes_and_says_what_to_do(
         session.execute(
             "INSERT INTO orders (status) VALUES ('new')" if "COLUMN" in change else "INSERT INTO orders VALUES (1)"
         )
-    assert refused.value.diag.message_hint == "Run: eventsql capture drop public.orders changes"
+    assert refused.value.diag.message_hint == "Run: eventsql capture drop --execute public.orders changes"
     orders.captures.drop("orders", "changes")
     session.execute(
         "INSERT INTO orders (status) VALUES ('new')" if "COLUMN" in change else "INSERT INTO orders VALUES (1)"
@@ -381,7 +381,7 @@ def test_the_command_for_such_a_table_can_be_pasted_into_a_shell(orders: EventSQ
     with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState) as refused:
         session.execute(f"INSERT INTO {table} VALUES (1)".encode())
     command = (refused.value.diag.message_hint or "").removeprefix("Run: ")
-    assert shlex.split(command) == ["eventsql", "capture", "drop", table, "changes"]
+    assert shlex.split(command) == ["eventsql", "capture", "drop", "--execute", table, "changes"]
 
 
 # Dropped

@@ -21,8 +21,8 @@ FILES = {
 REVISIONS = {path.name: path.read_text() for path in Path(migrations.__file__).parent.glob("versions/*.py")}
 
 NEWEST = {
-    "capture": ("0068", "2bd4cedff0bf9fcf"),
-    "capture_changes": ("0068", "1f629b00e4ef1ed4"),
+    "capture": ("0070", "3e175cc7004af46a"),
+    "capture_changes": ("0070", "d0c47ae569d94de7"),
     "consuming": ("0063", "bdf389b297ce5d3c"),
     "guards": ("0008", "ac9067bf381c0192"),
     "layouts": ("0063", "d80ef76fba92bdcf"),

@@ -146,7 +146,7 @@ BEGIN
     IF EXISTS (SELECT FROM {schema}.shard) THEN
         RAISE EXCEPTION 'table % is captured, and its database has become a shard', captured.eql_table
             USING ERRCODE = 'object_not_in_prerequisite_state',
-                  HINT = format('Run: eventsql capture drop %s %s', captured.eql_table, captured.eql_topic);
+                  HINT = format('Run: eventsql capture drop --execute %s %s', captured.eql_table, captured.eql_topic);
     END IF;
     -- A look under the lock: the capture and its topic may be gone, and another topic may have the same name.
     SELECT t.eql_partitions INTO partitions

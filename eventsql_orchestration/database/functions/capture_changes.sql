@@ -96,8 +96,8 @@ BEGIN
     IF part.missing IS NOT NULL THEN
         RAISE EXCEPTION 'table % is captured to topic %, and %', source.name, captured.eql_topic, part.missing
             USING ERRCODE = 'object_not_in_prerequisite_state',
-                  HINT = format('Run: eventsql capture drop %s %s', CASE WHEN strpos(captured.eql_table, '"') = 0
-                      THEN captured.eql_table
+                  HINT = format('Run: eventsql capture drop --execute %s %s',
+                      CASE WHEN strpos(captured.eql_table, '"') = 0 THEN captured.eql_table
                       ELSE '''' || replace(captured.eql_table, '''', '''"''"''') || '''' END, captured.eql_topic);
     END IF;
     IF current_setting('transaction_isolation') <> 'read committed' THEN
