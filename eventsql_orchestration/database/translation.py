@@ -188,6 +188,11 @@ def translate_own(error: psycopg.Error, where: str, schema: str) -> EventSQLErro
         case psycopg.Error(sqlstate=None) if isinstance(error, psycopg.DataError) or detail.startswith("cannot adapt"):
             # The driver itself raised it: nothing was sent.
             return ValidationError(f"a value cannot be sent to {where}: {detail}")
+        case psycopg.errors.UniqueViolation() if str(error.diag.constraint_name).endswith("_pkey"):
+            detail += (
+                ". If the sequence of its table is behind, as after a restore of the data alone or on a promoted "
+                "logical replica, `eventsql doctor` names the statement that repairs it"
+            )
         case psycopg.ProgrammingError(sqlstate=None):
             # This package raises it if a handler has ended its transaction.
             return DatabaseError(f"{where}: {detail}")

@@ -6,12 +6,14 @@ import importlib
 import pickle
 from typing import TYPE_CHECKING, Any
 
+import psycopg
 import pytest
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Retention, Topic
 from eventsql_orchestration.database import Connection, migrations
-from eventsql_orchestration.errors import DatabaseBusyError, SequenceError
+from eventsql_orchestration.errors import DatabaseBusyError, DatabaseError, SequenceError
 from eventsql_orchestration.model import BLOCKS, ROWS, STORAGES, Storage
+from eventsql_orchestration.queue import Queue
 from eventsql_orchestration.storage import sequences
 from eventsql_orchestration.storage.appending import LogAppender
 from tests.forms import stored
@@ -477,6 +479,23 @@ def test_each_fault_of_a_sequence_is_found_and_mended_by_its_remedy(platform: Ev
         for fault in faults:
             session.execute(fault.remedy)
         assert sequences.faults(connection, "eventsql", ["orders", "payments"]) == []
+
+
+@pytest.mark.parametrize("table", ["queue_message", "capture", "queue"])
+def test_a_refused_id_of_another_table_names_the_doctor(platform: EventSQL, session: Connection, table: str) -> None:
+    """As on a promoted logical replica."""
+    session.execute("CREATE TABLE ride (id int PRIMARY KEY)")
+
+    def use(name: str) -> None:
+        Queue(platform, name).send(b"1")
+        platform.capture("ride", "orders" if name == "jobs" else "payments")
+
+    use("jobs")
+    session.execute(f"ALTER SEQUENCE eventsql.{table}_eql_id_seq RESTART".encode())
+    with pytest.raises(DatabaseError) as refused:
+        use("mails")
+    assert isinstance(refused.value.__cause__, psycopg.errors.UniqueViolation)
+    assert "eventsql doctor" in refused.value.message
 
 
 def test_ids_that_are_drawn_between_the_looks_are_no_fault(
