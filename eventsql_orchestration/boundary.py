@@ -50,7 +50,7 @@ WHOLE: Final[Mapping[str, tuple[int, int]]] = {
 }
 """The bounds of arguments that are whole numbers, by name. Any other whole number is a bigint."""
 
-POSITIVE: Final = frozenset({"every", "lease", "polling_delay", "visibility_timeout"})
+POSITIVE: Final = frozenset({"every", "lease", "polling_delay", "seconds", "visibility_timeout"})
 """Durations that cannot be 0 seconds."""
 
 MAX_MOMENT: Final = 1e12

@@ -111,9 +111,14 @@ def check_text(
     return text
 
 
+def in_seconds(duration: Duration) -> float:
+    """`duration` in seconds, unchecked: for the body of a method whose class is `checked`."""
+    return duration.total_seconds() if isinstance(duration, timedelta) else duration
+
+
 def check_seconds(what: str, duration: Duration, *, zero: bool) -> float:
     """Return `duration` in seconds, or raise `ValidationError`: finite, positive (or `zero`), a year at most."""
-    seconds: object = duration.total_seconds() if isinstance(duration, timedelta) else duration
+    seconds: object = in_seconds(duration)
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or seconds != seconds:  # noqa: PLR0124 - NaN
         raise ValidationError(f"{what} must be a number of seconds, not {shown(duration)}")
     if seconds < 0 or (seconds == 0 and not zero) or seconds > MAX_SECONDS:

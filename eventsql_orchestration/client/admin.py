@@ -34,7 +34,7 @@ from eventsql_orchestration.shards.two_phase_coordinator import SUPERSEDED_SECON
 from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.topics.catalog import choose_partitions
 from eventsql_orchestration.topics.positions import AtOffset, Position
-from eventsql_orchestration.validation import Duration, check_seconds
+from eventsql_orchestration.validation import Duration, in_seconds
 
 
 @checked
@@ -214,7 +214,7 @@ class ClusterRepartitioner:
             return self._cluster.lone.repartitioner.repartition(topic, partitions, timeout=timeout)
 
         # Wait before the first shard changes, and only if all shards are up.
-        await_finished = cache(lambda: self._await_finished(topic, check_seconds("timeout", timeout, zero=True)))
+        await_finished = cache(lambda: self._await_finished(topic, in_seconds(timeout)))
 
         def change(shard: Shard) -> Repartitioning | None:
             await_finished()

@@ -34,7 +34,7 @@ from eventsql_orchestration.shards.cluster import Cluster
 from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.shards.two_phase_coordinator import TwoPhaseCoordinator
 from eventsql_orchestration.threads import in_thread
-from eventsql_orchestration.validation import Duration, check_seconds
+from eventsql_orchestration.validation import Duration, in_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -258,8 +258,7 @@ class ClusterConsumers:
 
     def close(self, timeout: Duration = 10.0) -> bool:
         """Stop all that was started here or on a shard, within `timeout` seconds in all."""
-        timeout = check_seconds("timeout", timeout, zero=True)
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + in_seconds(timeout)
         self._cluster.background.remove(self._barriers.settle)
         # The wait does not include a consumption that is started meanwhile.
         running = self._started.all(forget=True)

@@ -38,7 +38,7 @@ from eventsql_orchestration.store.store import Store
 from eventsql_orchestration.threads import in_thread
 from eventsql_orchestration.topics.layouts import Layouts
 from eventsql_orchestration.topics.reader import Reader
-from eventsql_orchestration.validation import DEFAULT_SCHEMA, Duration, check_seconds
+from eventsql_orchestration.validation import DEFAULT_SCHEMA, Duration, in_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +76,8 @@ class EventSQL:
     ) -> None:  # fmt: skip
         self._options: Any = {"schema": schema, "migrate": migrate, "transfer": transfer, "straight": straight}
         shards = [Shard(each, **self._options) for each in (dsn, *more)]
-        self._cluster = Cluster(
-            shards,
-            migrate=migrate,
-            on_down=on_shard_down,
-            timeout=check_seconds("shard_timeout", shard_timeout, zero=True),
-        )
+        timeout = in_seconds(shard_timeout)
+        self._cluster = Cluster(shards, migrate=migrate, on_down=on_shard_down, timeout=timeout)
         self._barriers = Barriers(self._cluster)
         self.registry = ClusterRegistry(self._cluster, self._barriers)
         self.publisher = ClusterPublisher(self._cluster, self.registry)
@@ -297,8 +293,7 @@ class EventSQL:
         Published events are transferred as far as time allows. Whatever uses this object later gets `ClosedError`: see
         `open`.
         """
-        timeout = check_seconds("timeout", timeout, zero=True)
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + in_seconds(timeout)
         if self._store is not None:
             # Subscriptions finish while consumers do.
             self._store.close(0.0)

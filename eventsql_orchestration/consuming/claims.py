@@ -50,7 +50,7 @@ from eventsql_orchestration.model import NOT_PARTITIONED, Event
 from eventsql_orchestration.storage.log_queries import LogQueries
 from eventsql_orchestration.storage.reading import LogReader
 from eventsql_orchestration.threads import start_thread
-from eventsql_orchestration.validation import Duration, check_batch, check_seconds
+from eventsql_orchestration.validation import Duration, check_batch, check_seconds, in_seconds
 
 __all__ = ["Claim", "Claims", "LastClaim", "NoClaim", "PartitionClaims"]
 
@@ -88,13 +88,12 @@ class Claims:
         Returns a `NoClaim` when another transaction has locked the partition, another owner leases it, it is paused or
         blocked, it waits for a retry or for other partitions, or too few events wait. Raises `ConsumerNotFoundError`.
         """
-        max_wait = check_seconds("max_wait", max_wait, zero=True)
-        lease = check_seconds("lease", lease, zero=False)
         timeout = check_seconds("timeout", timeout, zero=False)
         check_batch(min_events, max_events)
         wanted = ClaimRequest(
             ConsumerPartition(topic, consumer, partition), owner=owner, min_events=min_events, max_events=max_events,
-            max_wait=max_wait, lease=lease, timeout=timeout, isolate=isolate, instead_of=instead_of,
+            max_wait=in_seconds(max_wait), lease=in_seconds(lease), timeout=timeout, isolate=isolate,
+            instead_of=instead_of,
         )  # fmt: skip
         claimed = self._maker.claim(wanted)
         if isinstance(claimed, Claim):
@@ -151,7 +150,7 @@ class Claims:
         is taken from that owner only. Raises `ClaimLostError`, and `DatabaseBusyError` while a transaction of the
         previous owner locks the partition.
         """
-        lease = check_seconds("lease", lease, zero=False)
+        lease = in_seconds(lease)
         claim, state = self.get(claim_id)
         if state != "claimed":
             raise ClaimLostError(f"{claim} was {state} before")
@@ -180,7 +179,7 @@ class Claims:
         Raises `ClaimLostError`, and `DatabaseBusyError` while a transaction locks the partition: the owner's, or one
         that takes the claim over.
         """
-        lease = check_seconds("lease", lease, zero=False)
+        lease = in_seconds(lease)
         with self._database.urgent() as connection, connection.transaction():
             # The owner may wait for the end of its heartbeat, and lock the partition in its own transaction.
             wait_at_most(connection, min(LOCK_TIMEOUT, lease / 3))
@@ -196,7 +195,7 @@ class Claims:
 
         A claim that its owner has committed is not lost.
         """
-        lease = check_seconds("lease", lease, zero=False)
+        lease = in_seconds(lease)
         stop, lost = threading.Event(), threading.Event()
 
         def beat() -> None:
@@ -359,7 +358,7 @@ class Claims:
         events before it are committed, it is tried again later or blocks the partition, and the rest is released. The
         rest is also released after `max_dead_letters` dead letters. Raises `ClaimLostError`.
         """
-        lease = check_seconds("lease", lease, zero=False)
+        lease = in_seconds(lease)
         check_handler(handler, "events", "connection")
         total, retry = BatchResult(0, claim.position), CommitRetry()
         while True:

@@ -40,7 +40,7 @@ from eventsql_orchestration.storage.log_queries import LogQueries
 from eventsql_orchestration.storage.reading import LogReader
 from eventsql_orchestration.topics.layouts import Layouts
 from eventsql_orchestration.topics.registry import Registry
-from eventsql_orchestration.validation import Duration, check_seconds, check_whole
+from eventsql_orchestration.validation import Duration, check_whole, in_seconds
 
 SINGLE_BATCH: Final = 100
 """Events that a consumer of single events reads at a time; each has its own savepoint."""
@@ -171,7 +171,7 @@ class Consumers:
         """Hand batches to `handler(events, lease)`. See `ClusterConsumers.start_leased`."""
         check_handler(handler, "events", "lease")
         options = PollOptions.of(**batching)
-        polls = LeasedPolls(self._database, self._claims, handler, options, check_seconds("lease", lease, zero=False))
+        polls = LeasedPolls(self._database, self._claims, handler, options, in_seconds(lease))
         return self._start(topic, consumer, polls.poll, options, workers)
 
     def start_queue(
@@ -184,7 +184,7 @@ class Consumers:
                 f"the handler takes a connection, and {workers} workers would need as many: {self._database} gives "
                 f"this process {most} at once; use at most {most} workers"
             )
-        seconds = check_seconds("lease", lease, zero=False)
+        seconds = in_seconds(lease)
         keys = self._keys(topic, consumer)
         deliveries = Deliveries(
             self._database, self._dead_letters, topic, consumer, by_key=by_key, lease=seconds,
@@ -194,7 +194,7 @@ class Consumers:
             QueueConsumption(
                 deliveries, handler, name=f"consumer {consumer!r} of topic {topic!r}", topic=topic,
                 partitions=[key.partition for key in keys], look=self._look(keys), workers=workers,
-                lease=seconds, polling_delay=check_seconds("polling_delay", polling_delay, zero=False),
+                lease=seconds, polling_delay=in_seconds(polling_delay),
                 listener=self._listener,
             )
         )  # fmt: skip
@@ -301,5 +301,4 @@ class Consumers:
 
     def close(self, timeout: Duration = 10.0) -> bool:
         """Stop all that was started here, as `Consumption.stop`, within `timeout` seconds in all."""
-        timeout = check_seconds("timeout", timeout, zero=True)
-        return stop_all(self.running.all(forget=True), time.monotonic() + timeout)
+        return stop_all(self.running.all(forget=True), time.monotonic() + in_seconds(timeout))

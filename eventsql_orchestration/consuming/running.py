@@ -10,7 +10,7 @@ from typing import Protocol, Self, TypeVar
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.threads import others_alive
-from eventsql_orchestration.validation import Duration, check_seconds
+from eventsql_orchestration.validation import Duration, in_seconds
 
 
 @checked
@@ -26,8 +26,7 @@ class Running(ABC):
         A handler may call this. The call then returns at once, and says whether the other batches have ended. The
         handler's own batch is finished, and no other batch begins.
         """
-        timeout = check_seconds("timeout", timeout, zero=True)
-        return stop_all([self], time.monotonic() + timeout)
+        return stop_all([self], time.monotonic() + in_seconds(timeout))
 
     @abstractmethod
     def stop_soon(self) -> None:

@@ -20,7 +20,7 @@ from eventsql_orchestration.consuming.tracebacks import logger_of_errors
 from eventsql_orchestration.database.notifications import LOG, Listener
 from eventsql_orchestration.errors import ClaimLostError, DatabaseBusyError, DatabaseUnavailableError, EventSQLError
 from eventsql_orchestration.threads import join_all, others_alive, start_thread
-from eventsql_orchestration.validation import Duration, check_batch, check_seconds
+from eventsql_orchestration.validation import Duration, check_batch, in_seconds
 
 logger = logger_of_errors(__name__)
 
@@ -71,8 +71,8 @@ class PollOptions:
         check_batch(min_events, max_events)
         return cls(
             min_events, max_events,
-            check_seconds("polling_delay", polling_delay, zero=False),
-            check_seconds("max_polling_delay", max_polling_delay, zero=True),
+            in_seconds(polling_delay),
+            in_seconds(max_polling_delay),
         )  # fmt: skip
 
 

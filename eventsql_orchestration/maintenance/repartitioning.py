@@ -27,7 +27,7 @@ from eventsql_orchestration.threads import after_commit
 from eventsql_orchestration.topics.catalog import consumer_states, find_topic, lock_registry
 from eventsql_orchestration.topics.layouts import layouts
 from eventsql_orchestration.topics.registry import Registry
-from eventsql_orchestration.validation import Duration, check_seconds
+from eventsql_orchestration.validation import Duration, in_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -95,11 +95,10 @@ class Repartitioner:
 
         `finish` is called before each attempt, and finishes publications over several shards.
         """
-        timeout = check_seconds("timeout", timeout, zero=True)
         if partitions == NOT_PARTITIONED:
             raise ValidationError("a topic cannot lose its partitions while it has events: give a number of at least 1")
         Topic(topic, partitions)
-        retry = Backoff(timeout)
+        retry = Backoff(in_seconds(timeout))
         while True:
             found = self._registry.topic(topic)
             if not found.partitioned:

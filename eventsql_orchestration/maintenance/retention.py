@@ -31,7 +31,7 @@ from eventsql_orchestration.storage.segments import Segment
 from eventsql_orchestration.topics.catalog import lock_registry
 from eventsql_orchestration.topics.leftovers import Leftovers
 from eventsql_orchestration.topics.registry import Registry
-from eventsql_orchestration.validation import Duration, check_seconds
+from eventsql_orchestration.validation import Duration, in_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -167,11 +167,10 @@ class Retainer:
         """Drop due segments and compact logs every `every` seconds until `stop` is set. An error is logged, and the
         next run tries again.
         """
-        every = check_seconds("every", every, zero=False)
         steps: dict[str, Callable[[], object]] = {
             "old segments": self.run_once, "small blocks": self._compactor.run_once
         }  # fmt: skip
-        while not stop.wait(every):
+        while not stop.wait(in_seconds(every)):
             # A topic that keeps its old segments must not keep all topics from their compaction.
             for kept, step in steps.items():
                 try:

@@ -32,7 +32,7 @@ from eventsql_orchestration.publishing import copy_format
 from eventsql_orchestration.publishing.buffer_limits import BufferLimits
 from eventsql_orchestration.publishing.placements import Placements
 from eventsql_orchestration.threads import start_thread
-from eventsql_orchestration.validation import Duration, check_seconds
+from eventsql_orchestration.validation import Duration, in_seconds
 
 CLOSE_TIMEOUT: Final = 30.0
 """Seconds that closing waits for the commits under way and the commits still to come."""
@@ -60,7 +60,7 @@ Settle: TypeAlias = Callable[[Sequence[Acknowledged], Outcome], None]
 
 def time_left(timeout: Duration | None) -> Callable[[], float | None]:
     """Gives a function for the seconds that are left of `timeout`; None without a limit."""
-    deadline = None if timeout is None else time.monotonic() + check_seconds("timeout", timeout, zero=True)
+    deadline = None if timeout is None else time.monotonic() + in_seconds(timeout)
     return lambda: None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
@@ -113,7 +113,7 @@ class Lanes(Generic[Acknowledged]):
     def __init__(self, publisher: BatchPublisher, limits: BufferLimits, settle: Settle[Acknowledged]) -> None:
         self._publisher = publisher
         self._limits = limits
-        self._max_age = check_seconds("max_age", limits.max_age, zero=True)
+        self._max_age = in_seconds(limits.max_age)
         self._settle = settle
         # If the buffer is full and nothing is being flushed, at least one lane has enough for a flush.
         self._flush_events = max(1, min(limits.max_events, limits.max_pending_events // limits.flushes))

@@ -18,7 +18,7 @@ from eventsql_orchestration.errors import DatabaseError, EventSQLError, Permissi
 from eventsql_orchestration.publishing.log_writer import LogWriter, SmallerBatchError
 from eventsql_orchestration.storage.reading import MAX_OFFSET
 from eventsql_orchestration.threads import after_commit
-from eventsql_orchestration.validation import Duration, check_seconds
+from eventsql_orchestration.validation import Duration, in_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class Transfer:
         """
         wake = wake or stop
         if not callable(polling_delay):
-            polling_delay = check_seconds("polling_delay", polling_delay, zero=False)
+            polling_delay = in_seconds(polling_delay)
         woken = False
         delay = pause = FIRST_DELAY
         fault: str | None = None

@@ -11,7 +11,7 @@ from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.database import CallersConnection
 from eventsql_orchestration.queue.queue import Queue
 from eventsql_orchestration.queue.values import Message, NewMessage, QueueStatistics
-from eventsql_orchestration.validation import NO_METADATA, Duration, check_seconds
+from eventsql_orchestration.validation import NO_METADATA, Duration, in_seconds
 
 
 @checked
@@ -42,7 +42,7 @@ class AsyncQueue:
         self, *, max_messages: int = 1, visibility_timeout: Duration | None = None, wait: Duration = 0.0
     ) -> list[Message]:
         """As `Queue.receive`. Messages of a receive that was cancelled come back after their timeout."""
-        deadline = time.monotonic() + check_seconds("wait", wait, zero=True)
+        deadline = time.monotonic() + in_seconds(wait)
 
         async def take() -> list[Message]:
             return await asyncio.to_thread(

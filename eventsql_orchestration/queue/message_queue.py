@@ -45,6 +45,7 @@ from eventsql_orchestration.validation import (
     check_seconds,
     check_several,
     check_whole,
+    in_seconds,
 )
 
 logger = logging.getLogger(__name__)
@@ -255,14 +256,14 @@ class MessageQueue:
         In an ordered queue, later messages of its key still wait for it. `reason` goes into its history. Raises
         `MessageNotFoundError` if this receipt does not hold it any more.
         """
-        self._shards.of(message).release(message, check_seconds("delay", delay, zero=True), reason)
+        self._shards.of(message).release(message, in_seconds(delay), reason)
 
     def release_failed(self, message: Message, *, delay: Duration, reason: str) -> str | None:
         """As `release`, for a message whose handler failed; gives the queue of dead letters if the message goes there.
 
         It then does not wait for `delay`: the next receiver that finds it moves it.
         """
-        return self._shards.of(message).fail(message, check_seconds("delay", delay, zero=True), reason)
+        return self._shards.of(message).fail(message, in_seconds(delay), reason)
 
     def give_back(self, messages: Iterable[Message]) -> None:
         """Release messages that nobody began to handle: their receive does not count towards `max_receives`.
@@ -282,14 +283,14 @@ class MessageQueue:
     def extend(self, message: Message, seconds: Duration) -> None:
         """Hold a message for `seconds` from now on. Raises `MessageNotFoundError` if it is not held any more."""
         table = self._shards.of(message)
-        if not table.extend([message], check_seconds("seconds", seconds, zero=False)):
+        if not table.extend([message], in_seconds(seconds)):
             raise table.not_found([message.id])
 
     def extend_all(self, messages: Iterable[Message], seconds: Duration) -> list[Message]:
         """Hold messages for `seconds` from now on. Gives the messages that are still held."""
         still: list[Message] = []
         for held in by_shard(messages):
-            ids = self._shards.of(held[0]).extend(held, check_seconds("seconds", seconds, zero=False))
+            ids = self._shards.of(held[0]).extend(held, in_seconds(seconds))
             still += [message for message in held if message.id in ids]
         return still
 

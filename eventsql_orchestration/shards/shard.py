@@ -31,7 +31,7 @@ from eventsql_orchestration.threads import Wake, start_thread
 from eventsql_orchestration.topics.layouts import Layouts
 from eventsql_orchestration.topics.reader import Reader
 from eventsql_orchestration.topics.registry import Registry
-from eventsql_orchestration.validation import DEFAULT_SCHEMA, Duration, check_seconds
+from eventsql_orchestration.validation import DEFAULT_SCHEMA, Duration, in_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -191,8 +191,7 @@ class Shard:
         Consumers may finish their current batches; gives False if some were rolled back. Published events are
         transferred as far as time allows.
         """
-        timeout = check_seconds("timeout", timeout, zero=True)
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + in_seconds(timeout)
         ended = self.consumers.close(timeout)
         with self._background_lock:
             self._stop.set()

@@ -35,7 +35,7 @@ from eventsql_orchestration.publishing.two_phase_participant import (
     TwoPhaseParticipant,
 )
 from eventsql_orchestration.shards.shard import Shard
-from eventsql_orchestration.validation import Duration, check_seconds
+from eventsql_orchestration.validation import Duration, in_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +87,8 @@ class TwoPhaseCoordinator:
         Gives the publications that could not be finished: a shard is missing, or another process is at work, after a
         wait of `timeout` seconds. Raises nothing for a shard that fails.
         """
-        timeout = check_seconds("timeout", timeout, zero=True)
-        abandoned_after = check_seconds("abandoned_after", abandoned_after, zero=True)
+        timeout = in_seconds(timeout)
+        abandoned_after = in_seconds(abandoned_after)
         shards = {name: TwoPhaseParticipant(platform.database) for name, platform in self._shards().items()}
         left: dict[uuid.UUID, Unfinished] = {}
         for name, parts in shards.items():

@@ -37,10 +37,10 @@ from eventsql_orchestration.threads import after_commit
 from eventsql_orchestration.validation import (
     Duration,
     check_name,
-    check_seconds,
     check_several,
     check_time,
     check_whole,
+    in_seconds,
 )
 
 _DEFAULT_OPTIONS: Final = SubscriptionOptions()
@@ -270,8 +270,7 @@ class Store:
         Each may finish its current transaction; gives False if one has not ended by then. `EventSQL.close` does this
         for its store. The store can be used afterwards.
         """
-        timeout = check_seconds("timeout", timeout, zero=True)
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + in_seconds(timeout)
         self._at_home = False
         subscriptions = self._subscriptions.all()
         for each in subscriptions:

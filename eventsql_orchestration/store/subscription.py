@@ -28,7 +28,7 @@ from eventsql_orchestration.store.change import RecordedChange, StoreCheckpoint
 from eventsql_orchestration.store.dead_letters import StoreDeadLetter, change_of, letters
 from eventsql_orchestration.store.order import Filters, GlobalOrder
 from eventsql_orchestration.threads import start_thread
-from eventsql_orchestration.validation import Duration, check_name, check_seconds, check_whole, counted
+from eventsql_orchestration.validation import Duration, check_name, check_seconds, check_whole, counted, in_seconds
 
 logger = logger_of_errors(__name__)
 
@@ -277,13 +277,12 @@ class Subscription:
 
     def stop(self, timeout: Duration = 10.0) -> bool:
         """Let the thread finish its transaction and end; False if it has not ended after `timeout` seconds."""
-        timeout = check_seconds("timeout", timeout, zero=True)
         self._stop.set()
         self._wake.set()
         thread = self._thread
         if thread is None or thread is threading.current_thread():
             return True
-        thread.join(timeout)
+        thread.join(in_seconds(timeout))
         return not self.running
 
     @property
@@ -299,7 +298,7 @@ class Subscription:
 
     def run(self, stop: threading.Event) -> None:
         """Handle changes until `stop` is set: at once on a notification, and every `polling_delay` seconds."""
-        polling_delay = check_seconds("polling_delay", self._options.polling_delay, zero=False)
+        polling_delay = in_seconds(self._options.polling_delay)
         unsubscribe = None if self._listener is None else self._listener.subscribe(STORE, None, self._wake.set)
         try:
             while not stop.is_set():

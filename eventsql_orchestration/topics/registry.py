@@ -55,7 +55,7 @@ from eventsql_orchestration.topics.changing import change_compression, change_st
 from eventsql_orchestration.topics.consumer_rows import change_settings, insert_consumer
 from eventsql_orchestration.topics.positions import Start, starting_at
 from eventsql_orchestration.topics.registration import Registration, consumer_registration, topic_registration
-from eventsql_orchestration.validation import Duration, check_choice, check_seconds, check_text, counted
+from eventsql_orchestration.validation import Duration, check_choice, check_text, counted, in_seconds
 
 
 class ConsumerSettings(TypedDict, total=False):
@@ -223,21 +223,19 @@ class Registry:
 
     def set_storage(self, name: str, storage: Storage, *, timeout: Duration = RETRY_SECONDS) -> bool:
         """See `ClusterRegistry.set_storage`."""
-        timeout = check_seconds("timeout", timeout, zero=True)
         check_choice("storage", storage, STORAGES)
         if Topic(name, storage=storage).storage == self.topic(name).storage:
             return False
         with self._database.by_admin():
-            changed = change_storage(self._database, name, storage, timeout=timeout)
+            changed = change_storage(self._database, name, storage, timeout=in_seconds(timeout))
         self.forget(name)
         return changed
 
     def set_compression(self, name: str, compression: Compression, *, timeout: Duration = RETRY_SECONDS) -> bool:
         """See `ClusterRegistry.set_compression`."""
-        timeout = check_seconds("timeout", timeout, zero=True)
         check_choice("compression", compression, COMPRESSIONS)
         with self._database.by_admin():
-            changed = change_compression(self._database, name, compression, timeout=timeout)
+            changed = change_compression(self._database, name, compression, timeout=in_seconds(timeout))
         self.forget(name)
         return changed
 
