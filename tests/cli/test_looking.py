@@ -56,6 +56,33 @@ def rows(result: Result) -> list[list[str]]:
     return [line.split() for line in result.stdout.splitlines()[1:]]
 
 
+def test_lag_is_a_table_and_json(run: Run, rides: EventSQL) -> None:
+    rides.consumers.consume_once("rides", "ledger", lambda *_: None, partition=1)
+    rides.publisher.publish(Publication("rides", b"later", partition=0))
+    first, second = json.loads(run("lag", "rides", "--consumer", "ledger", "--json").stdout)
+    assert first.pop("seconds") > 0
+    assert first == {
+        "topic": "rides", "consumer": "ledger", "partition": 0, "events": 5, "offset": 0, "end": 4, "buffered": 1,
+        "cause": "waiting", "detail": "not consumed yet",
+    }  # fmt: skip
+    assert (second["partition"], second["events"], second["cause"]) == (1, 0, "none")
+    table = run("lag").stdout.splitlines()
+    assert table[0].split()[:5] == ["topic", "consumer", "partition", "events", "seconds"]
+    assert len(table) == 5
+
+
+def test_lag_is_watched_until_ctrl_c(start: Start, rides: EventSQL) -> None:
+    process = start("lag", "prices", "--watch", "--json", "--interval", 0.1)
+    assert process.stdout is not None
+    assert json.loads(process.stdout.readline())[0]["events"] == 1
+    rides.publisher.publish(Publication("prices", b"2"))
+    while json.loads(process.stdout.readline())[0]["events"] == 1:
+        pass
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, errors) == (130, b"")
+
+
 def test_lag_of_one_consumer(run: Run, rides: EventSQL) -> None:
     found = json.loads(run("lag", "--consumer", "payout", "--json").stdout)
     assert [(each["topic"], each["consumer"], each["events"]) for each in found] == [("rides", "payout", 5)]
@@ -197,6 +224,19 @@ def test_watch_on_a_terminal_draws_a_trend(rides: EventSQL, start: Start, termin
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown)
     assert re.search(r"topic +consumer +partition +events .*trend", plain)
     assert "eventsql:" not in plain
+
+
+def test_a_narrow_terminal_folds_texts_and_keeps_numbers_whole(
+    run: Run, platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eventsql_orchestration.cli.tables.stdout_is_terminal", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    platform.registry.register_topic(Topic("orders"))
+    platform.registry.register_consumer(Consumer("orders", "a consumer with a rather long name"))
+    platform.publisher.publish_all(Publication("orders", b"x") for _ in range(1_234))
+    shown = run("lag").stdout
+    assert "1,234" in shown
+    assert "…" not in shown
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80])

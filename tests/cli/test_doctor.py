@@ -1,18 +1,14 @@
-"""`eventsql migrate`, `doctor`, `transfer`, `lag` and `dlt`."""
+"""`eventsql doctor`."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import shlex
-import signal
-import subprocess
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,28 +18,19 @@ import pytest
 from click.testing import Result
 from sqlalchemy import make_url
 
-from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
+from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.cli.doctor_consumers import idle_findings
 from eventsql_orchestration.cli.doctor_database import transaction_findings
 from eventsql_orchestration.consumer import ConsumerState
 from eventsql_orchestration.consuming.deliveries import Deliveries
-from eventsql_orchestration.database import Connection, migrations
 from eventsql_orchestration.database.translation import MORE_CONNECTIONS
 from eventsql_orchestration.errors import DatabaseFullError, DatabaseUnavailableError, MissingExtraError
 from eventsql_orchestration.spark.java import JavaRuntime
 from eventsql_orchestration.topics.registry import Registry
-from tests.cli.conftest import Run, Start
+from tests.cli.conftest import Run
+from tests.cli.mailer import TOPIC, fail, prepare, prepare_dead_letter, publish
 from tests.fixtures import UntilBlocked
 from tests.forms import stored
-from tests.waiting import PATIENCE, wait_until
-
-TOPIC = "account_created"
-
-
-def prepare(platform: EventSQL) -> None:
-    platform.registry.register_topic(Topic(TOPIC, partitions=2))
-    platform.registry.register_consumer(Consumer(TOPIC, "mailer", partitioned=True), max_attempts=1)
-
 
 pytestmark = pytest.mark.prepared.with_args(prepare, fixture="consumer")
 
@@ -51,63 +38,6 @@ pytestmark = pytest.mark.prepared.with_args(prepare, fixture="consumer")
 @pytest.fixture
 def consumer() -> str:
     return "mailer"
-
-
-def fail(events: Sequence[Event], connection: Connection) -> None:
-    raise ValueError("no such account")
-
-
-def publish(platform: EventSQL, *values: bytes) -> None:
-    platform.publisher.publish_all(Publication(TOPIC, value, key="42", partition=0) for value in values)
-    platform.transfer.run_once()
-
-
-# migrate
-
-
-def test_the_time_zone_of_old_times_is_chosen_before_they_are_adopted(invoke: Run, fresh: str) -> None:
-    unknown = invoke("--dsn", fresh, "migrate", "--times-in", "Middle/Earth")
-    assert unknown.exit_code == 2
-    assert "time zone 'Middle/Earth'" in unknown.stderr
-    assert invoke("--dsn", fresh, "migrate", "--times-in", "Asia/Tokyo").exit_code == 0
-    late = invoke("--dsn", fresh, "migrate", "--times-in", "Asia/Tokyo")
-    assert late.exit_code == 1
-    assert "comes too late" in late.stderr
-
-
-def test_migrate_creates_the_tables_once(invoke: Run, fresh: str) -> None:
-    first = invoke("--dsn", fresh, "migrate")
-    assert (first.exit_code, first.stdout) == (0, "")
-    assert f"is at revision {migrations.HEAD} now" in first.stderr
-    again = invoke("--dsn", fresh, "migrate")
-    assert again.exit_code == 0
-    assert f"was at revision {migrations.HEAD} already" in again.stderr
-
-
-def test_a_schema_of_another_name_is_migrated_beside_it(invoke: Run, dsn: str) -> None:
-    assert invoke("--dsn", dsn, "--schema", "mine", "migrate").exit_code == 0
-    assert invoke("--dsn", dsn, "--schema", "mine", "topic", "create", TOPIC).exit_code == 0
-    assert json.loads(invoke("--dsn", dsn, "topic", "list", "--json").stdout) == []
-
-
-@pytest.mark.usefixtures("java")
-def test_a_package_that_was_rolled_back_works_with_the_newer_schema_and_leaves_it_alone(
-    invoke: Run, run: Run, dsn: str, platform: EventSQL
-) -> None:
-    with platform.database.transaction() as connection:
-        connection.execute("UPDATE eventsql.schema_version SET version_num = '9999'")
-    result = invoke("--dsn", dsn, "migrate")
-    assert result.exit_code == 0
-    assert "is at revision 9999, of a newer version" in result.stderr
-    assert platform.database.revision() == "9999"
-
-    code, findings = diagnose(run)
-    assert code == 0
-    assert [finding["status"] for finding in findings["schema"]] == ["warning"]
-    assert "transfer" in findings
-
-
-# doctor
 
 
 @pytest.fixture
@@ -128,6 +58,23 @@ def diagnose(run: Run, *arguments: object) -> tuple[int, dict[str, list[dict[str
     for finding in report["findings"]:
         findings.setdefault(finding["check"], []).append(finding)
     return result.exit_code, findings
+
+
+@pytest.mark.usefixtures("java")
+def test_a_package_that_was_rolled_back_works_with_the_newer_schema_and_leaves_it_alone(
+    invoke: Run, run: Run, dsn: str, platform: EventSQL
+) -> None:
+    with platform.database.transaction() as connection:
+        connection.execute("UPDATE eventsql.schema_version SET version_num = '9999'")
+    result = invoke("--dsn", dsn, "migrate")
+    assert result.exit_code == 0
+    assert "is at revision 9999, of a newer version" in result.stderr
+    assert platform.database.revision() == "9999"
+
+    code, findings = diagnose(run)
+    assert code == 0
+    assert [finding["status"] for finding in findings["schema"]] == ["warning"]
+    assert "transfer" in findings
 
 
 @pytest.mark.usefixtures("java")
@@ -461,6 +408,19 @@ def test_a_paused_consumer_is_a_warning(run: Run, consumer: str, platform: Event
     assert finding["remedy"] == "eventsql consumer resume account_created mailer"
 
 
+@pytest.mark.prepared.with_args(prepare_dead_letter)
+@pytest.mark.usefixtures("java")
+@pytest.mark.parametrize("command", ["redrive", "dismiss"])
+def test_the_doctor_warns_of_dead_letters_until_they_are_redriven_or_dismissed(run: Run, command: str) -> None:
+    code, findings = diagnose(run)
+    (finding,) = findings["dead letters"]
+    assert (code, finding["status"]) == (0, "warning")
+    assert finding["message"].startswith(f"1 event of topic {TOPIC} ")
+    assert f"eventsql dlt {command} --execute {TOPIC}" in finding["remedy"]
+    assert run("dlt", command, TOPIC, "--execute").exit_code == 0
+    assert "dead letters" not in diagnose(run)[1]
+
+
 def test_a_compression_of_another_server_is_told(platform: EventSQL, run: Callable[..., Result]) -> None:
     platform.registry.register_topic(Topic("rides", storage="blocks", compression="none"))
     lacks = "lz4" not in platform.shards[0].registry.compressions()
@@ -586,273 +546,3 @@ def test_a_misspelt_variable_is_named(
     assert code == 0
     remedies = [each["remedy"] for each in findings["settings"] if each["status"] == "warning"]
     assert remedies == ([] if meant is None else [f"set {meant} instead, or remove {variable}"])
-
-
-# transfer
-
-
-def test_transfer_once_moves_what_is_there(run: Run, consumer: str, platform: EventSQL) -> None:
-    platform.publisher.publish_all(Publication(TOPIC, b"x") for _ in range(3))
-    result = run("transfer", "--once")
-    assert (result.exit_code, result.stdout) == (0, "")
-    assert result.stderr == f"eventsql: transferred 3 events ({TOPIC} 3)\n"
-    assert platform.reader.count(TOPIC) == 3
-    assert run("transfer", "--once").stderr == "eventsql: nothing to transfer\n"
-
-
-@pytest.mark.parametrize(("ending", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
-def test_the_transfer_runs_until_it_is_told_to_end(
-    start: Start, consumer: str, platform: EventSQL, ending: signal.Signals, code: int
-) -> None:
-    process = start("transfer")
-    assert process.stderr is not None
-    assert b"transferring" in process.stderr.readline()
-    platform.publisher.publish(Publication(TOPIC, b"1"))
-    wait_until(lambda: platform.reader.count(TOPIC))
-    process.send_signal(ending)
-    _, errors = process.communicate(timeout=PATIENCE)
-    assert process.returncode == code
-    assert errors == f"eventsql: transferred 1 event ({TOPIC} 1)\n".encode()
-
-
-@pytest.fixture
-def moving(
-    start: Start, consumer: str, platform: EventSQL, session: Connection, until_blocked: UntilBlocked
-) -> subprocess.Popen[bytes]:
-    """A transfer that waits in the middle of a batch, for a lock that `session` holds."""
-    with platform.database.transaction() as connection:
-        platform.publisher.publish(Publication(TOPIC, b"1"), connection=connection)
-    session.execute("BEGIN")
-    session.execute(f"LOCK TABLE eventsql.{TOPIC}_event IN SHARE MODE".encode())
-    process = start("transfer", "--no-retain")
-    until_blocked()
-    return process
-
-
-def test_ctrl_c_lets_the_batch_under_way_finish(
-    moving: subprocess.Popen[bytes], platform: EventSQL, session: Connection
-) -> None:
-    moving.send_signal(signal.SIGINT)
-    with pytest.raises(subprocess.TimeoutExpired):
-        moving.wait(0.5)
-    session.execute("COMMIT")
-    _, errors = moving.communicate(timeout=PATIENCE)
-    assert moving.returncode == 130
-    assert errors.endswith(f"eventsql: transferred 1 event ({TOPIC} 1)\n".encode())
-    assert platform.reader.count(TOPIC) == 1
-
-
-def test_a_second_ctrl_c_does_not_wait_for_the_batch(moving: subprocess.Popen[bytes], platform: EventSQL) -> None:
-    # Two signals may arrive as one, and the driver looks at signals each 0.1 s if none interrupts that.
-    while moving.poll() is None:
-        moving.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            moving.wait(0.5)
-    # One that comes when Python ends has no handler any more.
-    assert moving.returncode in {130, -signal.SIGINT}
-    assert platform.buffered() == {TOPIC: 1}
-
-
-# lag
-
-
-def test_lag_is_a_table_and_json(run: Run, consumer: str, platform: EventSQL) -> None:
-    publish(platform, b"1", b"2")
-    platform.publisher.publish(Publication(TOPIC, b"3", partition=0))
-    first, second = json.loads(run("lag", TOPIC, "--json").stdout)
-    assert first.pop("seconds") > 0
-    assert first == {
-        "topic": TOPIC, "consumer": consumer, "partition": 0, "events": 3, "offset": 0, "end": 2, "buffered": 1,
-        "cause": "waiting", "detail": "not consumed yet",
-    }  # fmt: skip
-    assert (second["partition"], second["events"], second["cause"]) == (1, 0, "none")
-    table = run("lag").stdout.splitlines()
-    assert table[0].split()[:5] == ["topic", "consumer", "partition", "events", "seconds"]
-    assert len(table) == 3
-
-
-def test_lag_is_watched_until_ctrl_c(start: Start, consumer: str, platform: EventSQL) -> None:
-    process = start("lag", "--watch", "--json", "--interval", 0.1)
-    assert process.stdout is not None
-    assert json.loads(process.stdout.readline())[0]["events"] == 0
-    publish(platform, b"1")
-    while json.loads(process.stdout.readline())[0]["events"] == 0:
-        pass
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, errors) == (130, b"")
-
-
-def test_a_narrow_terminal_folds_texts_and_keeps_numbers_whole(
-    run: Run, platform: EventSQL, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("eventsql_orchestration.cli.tables.stdout_is_terminal", lambda: True)
-    monkeypatch.setenv("COLUMNS", "60")
-    platform.registry.register_topic(Topic(TOPIC))
-    platform.registry.register_consumer(Consumer(TOPIC, "a consumer with a rather long name"))
-    platform.publisher.publish_all(Publication(TOPIC, b"x") for _ in range(1_234))
-    shown = run("lag").stdout
-    assert "1,234" in shown
-    assert "…" not in shown
-
-
-# dlt
-
-
-@pytest.fixture
-def dead_letter(consumer: str, platform: EventSQL) -> None:
-    platform.registry.register_topic(Topic(f"{TOPIC}_dlt"))
-    publish(platform, b'{"id": 1}')
-    platform.consumers.consume_once(TOPIC, consumer, fail)
-    platform.transfer.run_once()
-
-
-@pytest.mark.usefixtures("dead_letter")
-def test_dead_letters_are_listed_and_shown(run: Run) -> None:
-    (listed,) = json.loads(run("dlt", "list", TOPIC, "--json").stdout)
-    assert (listed["offset"], listed["value"], listed["key"], listed["redriven"]) == (1, '{"id": 1}', "42", False)
-    assert listed["metadata"]["dlt_consumer"] == "mailer"
-    table = run("dlt", "list", TOPIC).stdout
-    assert "ValueError" in table
-    assert "no such account" in table
-    shown = run("dlt", "show", TOPIC, 1)
-    assert shown.stdout.endswith('\n\n{"id": 1}\n')
-    assert "ValueError" in shown.stdout
-    assert json.loads(run("dlt", "show", TOPIC, 1, "--json").stdout) == listed
-
-
-@pytest.mark.usefixtures("dead_letter", "java")
-@pytest.mark.parametrize("command", ["redrive", "dismiss"])
-def test_the_doctor_warns_of_dead_letters_until_they_are_redriven_or_dismissed(run: Run, command: str) -> None:
-    code, findings = diagnose(run)
-    (finding,) = findings["dead letters"]
-    assert (code, finding["status"]) == (0, "warning")
-    assert finding["message"].startswith(f"1 event of topic {TOPIC} ")
-    assert f"eventsql dlt {command} --execute {TOPIC}" in finding["remedy"]
-    assert run("dlt", command, TOPIC, "--execute").exit_code == 0
-    assert "dead letters" not in diagnose(run)[1]
-
-
-@pytest.mark.usefixtures("dead_letter")
-def test_a_dead_letter_is_redriven_once(run: Run, platform: EventSQL) -> None:
-    result = run("dlt", "redrive", TOPIC, "--execute")
-    assert (result.exit_code, result.stdout) == (0, "")
-    assert result.stderr == f"eventsql: 1 dead letter of topic '{TOPIC}' published again\n"
-    assert [event.value for event in platform.reader.read(TOPIC)] == [b'{"id": 1}'] * 2
-    assert json.loads(run("dlt", "list", TOPIC, "--json").stdout)[0]["redriven"] is True
-    assert "0 dead letters" in run("dlt", "redrive", TOPIC, "--execute").stderr
-
-
-@pytest.mark.usefixtures("dead_letter")
-def test_a_dead_letter_is_dismissed_once(run: Run, platform: EventSQL) -> None:
-    none = json.loads(run("dlt", "dismiss", TOPIC, "--consumer", "other", "--json").stdout)
-    assert none == {"dismissed": 0, "executed": False}
-    result = run("dlt", "dismiss", TOPIC, "--execute")
-    assert (result.exit_code, result.stdout) == (0, "")
-    assert result.stderr == f"eventsql: 1 dead letter of topic '{TOPIC}' dismissed\n"
-    assert [event.value for event in platform.reader.read(TOPIC)] == [b'{"id": 1}']
-    (listed,) = json.loads(run("dlt", "list", TOPIC, "--redriven", "--json").stdout)
-    assert (listed["redriven"], listed["redriven_at"]) == (False, None)
-    assert datetime.fromisoformat(listed["dismissed_at"]).utcoffset() == timedelta(0)
-    assert "dismissed" in run("dlt", "show", TOPIC, 1).stdout
-    for command in ("redrive", "dismiss"):
-        assert "0 dead letters" in run("dlt", command, TOPIC, "--execute").stderr
-
-
-@pytest.mark.usefixtures("dead_letter")
-def test_a_dead_letter_is_shown_with_where_it_comes_from_and_what_became_of_it(run: Run) -> None:
-    def fields() -> dict[str, str]:
-        lines = [line.split("  ") for line in run("dlt", "show", TOPIC, 1).stdout.splitlines()]
-        return {line[0]: line[-1].strip() for line in lines}
-
-    assert fields()["event"] == f"{TOPIC}:0:1"
-    assert fields()["dlt_consumer"] == "mailer"
-    assert fields()["redriven"] == "-"
-    assert json.loads(run("dlt", "show", TOPIC, 1, "--json").stdout)["origin"] == f"{TOPIC}:0:1"
-    run("dlt", "redrive", TOPIC, "--execute")
-    assert fields()["redriven"] != "-"
-    (listed,) = json.loads(run("dlt", "list", TOPIC, "--json").stdout)
-    assert datetime.fromisoformat(listed["redriven_at"]).utcoffset() == timedelta(0)
-
-
-@pytest.mark.usefixtures("dead_letter")
-def test_the_value_of_a_dead_letter_that_is_no_text_is_shown_in_hexadecimal(run: Run, platform: EventSQL) -> None:
-    platform.publisher.publish(Publication(f"{TOPIC}_dlt", b"\xff\x00\x10"))
-    platform.transfer.run_once()
-    assert run("dlt", "show", TOPIC, 2).stdout.endswith("\n3 bytes in hexadecimal:\n\nff0010\n")
-    assert "mailer" in run("dlt", "list", TOPIC).stdout
-
-
-def prepare_dead_letters(platform: EventSQL) -> None:
-    """Four of `mailer`, given up in one hour each from midnight on."""
-    prepare(platform)
-    platform.registry.register_topic(Topic(f"{TOPIC}_dlt"))
-    platform.publisher.publish_all(
-        Publication(TOPIC, b"", key=f"k{number}", metadata={"source": "web" if number < 2 else "app"}, partition=0)
-        for number in range(4)
-    )
-    platform.transfer.run_once()
-    while platform.consumers.consume_once(TOPIC, "mailer", fail):
-        pass
-    platform.transfer.run_once()
-    with platform.database.connection() as connection:
-        connection.execute(
-            "UPDATE eventsql.account_created_dlt_event "
-            "SET eql_buffered_at = timestamptz '2026-01-01 00:00Z' + (eql_id - 1) * interval '1 hour'"
-        )
-
-
-with_dead_letters = pytest.mark.prepared.with_args(prepare_dead_letters)
-
-
-FILTERED: list[tuple[list[object], list[int]]] = [
-    ([], [1, 2, 3, 4]),
-    (["--consumer", "mailer"], [1, 2, 3, 4]),
-    (["--consumer", "audit"], []),
-    (["--exception", "ValueError", "--key", "k1"], [2]),
-    (["--metadata", "source=app", "--metadata", "dlt_attempts=1"], [3, 4]),
-    (["--id", 4, "--id", 1], [1, 4]),
-    (["--since", "2026-01-01T02:00:00Z"], [3, 4]),
-    (["--until", "2026-01-01T02:00:00+01:00"], [1]),
-    (["--limit", 3], [1, 2, 3]),
-]
-OF_A_RANGE = ["--from", 2, "--to", 3]
-
-
-def listed(run: Run, *options: object) -> list[int]:
-    """The offsets of the dead letters that a command lists."""
-    result = run("dlt", "list", TOPIC, "--json", *options)
-    assert (result.exit_code, result.stderr) == (0, "")
-    return [letter["offset"] for letter in json.loads(result.stdout)]
-
-
-@with_dead_letters
-def test_dead_letters_are_listed_and_planned_to_be_redriven_by_each_filter(run: Run) -> None:
-    for options, expected in FILTERED:
-        assert listed(run, *options) == expected
-        plan = json.loads(run("dlt", "redrive", TOPIC, "--json", *options).stdout)
-        assert (plan["redriven_before"], plan["redrives"]) == (0, len(expected))
-
-
-@with_dead_letters
-def test_the_dead_letters_that_are_listed_are_those_that_are_redriven(run: Run, platform: EventSQL) -> None:
-    assert listed(run, *OF_A_RANGE) == listed(run, *OF_A_RANGE, "--not-redriven") == [2, 3]
-    plan = json.loads(run("dlt", "redrive", TOPIC, "--json", *OF_A_RANGE).stdout)
-    assert (plan["redriven_before"], plan["redrives"]) == (0, 2)
-    assert run("dlt", "redrive", TOPIC, *OF_A_RANGE).stdout.splitlines()[-1].split()[-1] == "2"
-    assert platform.reader.end(TOPIC) == 4
-    assert listed(run, *OF_A_RANGE, "--redriven") == []
-    done = json.loads(run("dlt", "redrive", TOPIC, "--execute", "--json", *OF_A_RANGE).stdout)
-    assert done == {"redriven": 2, "executed": True}
-    events = platform.reader.read(TOPIC, after=4)
-    assert [event.metadata["redriven_from"] for event in events] == [f"{TOPIC}_dlt:{letter}" for letter in (2, 3)]
-    assert listed(run, *OF_A_RANGE, "--redriven") == [2, 3]
-
-
-@with_dead_letters
-def test_dead_letters_are_redriven_again_when_that_is_asked_for(run: Run, platform: EventSQL) -> None:
-    run("dlt", "redrive", TOPIC, "--id", 2, "--execute")
-    plan = run("dlt", "redrive", TOPIC, "--again", "--json").stdout
-    assert json.loads(plan) == {"letters": 4, "redriven_before": 1, "redrives": 4, "executed": False}
-    assert "4 dead letters" in run("dlt", "redrive", TOPIC, "--again", "--execute").stderr
-    assert platform.reader.count(TOPIC, after=4) == 5

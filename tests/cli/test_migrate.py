@@ -1,0 +1,33 @@
+"""`eventsql migrate`."""
+
+from __future__ import annotations
+
+import json
+
+from eventsql_orchestration.database import migrations
+from tests.cli.conftest import Run
+
+
+def test_the_time_zone_of_old_times_is_chosen_before_they_are_adopted(invoke: Run, fresh: str) -> None:
+    unknown = invoke("--dsn", fresh, "migrate", "--times-in", "Middle/Earth")
+    assert unknown.exit_code == 2
+    assert "time zone 'Middle/Earth'" in unknown.stderr
+    assert invoke("--dsn", fresh, "migrate", "--times-in", "Asia/Tokyo").exit_code == 0
+    late = invoke("--dsn", fresh, "migrate", "--times-in", "Asia/Tokyo")
+    assert late.exit_code == 1
+    assert "comes too late" in late.stderr
+
+
+def test_migrate_creates_the_tables_once(invoke: Run, fresh: str) -> None:
+    first = invoke("--dsn", fresh, "migrate")
+    assert (first.exit_code, first.stdout) == (0, "")
+    assert f"is at revision {migrations.HEAD} now" in first.stderr
+    again = invoke("--dsn", fresh, "migrate")
+    assert again.exit_code == 0
+    assert f"was at revision {migrations.HEAD} already" in again.stderr
+
+
+def test_a_schema_of_another_name_is_migrated_beside_it(invoke: Run, dsn: str) -> None:
+    assert invoke("--dsn", dsn, "--schema", "mine", "migrate").exit_code == 0
+    assert invoke("--dsn", dsn, "--schema", "mine", "topic", "create", "orders").exit_code == 0
+    assert json.loads(invoke("--dsn", dsn, "topic", "list", "--json").stdout) == []

@@ -1,0 +1,80 @@
+"""`eventsql transfer`."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+
+import pytest
+
+from eventsql_orchestration import EventSQL, Publication
+from eventsql_orchestration.database import Connection
+from tests.cli.conftest import Run, Start
+from tests.cli.mailer import TOPIC, prepare
+from tests.fixtures import UntilBlocked
+from tests.waiting import PATIENCE, wait_until
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
+
+
+def test_transfer_once_moves_what_is_there(run: Run, platform: EventSQL) -> None:
+    platform.publisher.publish_all(Publication(TOPIC, b"x") for _ in range(3))
+    result = run("transfer", "--once")
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert result.stderr == f"eventsql: transferred 3 events ({TOPIC} 3)\n"
+    assert platform.reader.count(TOPIC) == 3
+    assert run("transfer", "--once").stderr == "eventsql: nothing to transfer\n"
+
+
+@pytest.mark.parametrize(("ending", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_the_transfer_runs_until_it_is_told_to_end(
+    start: Start, platform: EventSQL, ending: signal.Signals, code: int
+) -> None:
+    process = start("transfer")
+    assert process.stderr is not None
+    assert b"transferring" in process.stderr.readline()
+    platform.publisher.publish(Publication(TOPIC, b"1"))
+    wait_until(lambda: platform.reader.count(TOPIC))
+    process.send_signal(ending)
+    _, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == code
+    assert errors == f"eventsql: transferred 1 event ({TOPIC} 1)\n".encode()
+
+
+@pytest.fixture
+def moving(
+    start: Start, platform: EventSQL, session: Connection, until_blocked: UntilBlocked
+) -> subprocess.Popen[bytes]:
+    """A transfer that waits in the middle of a batch, for a lock that `session` holds."""
+    with platform.database.transaction() as connection:
+        platform.publisher.publish(Publication(TOPIC, b"1"), connection=connection)
+    session.execute("BEGIN")
+    session.execute(f"LOCK TABLE eventsql.{TOPIC}_event IN SHARE MODE".encode())
+    process = start("transfer", "--no-retain")
+    until_blocked()
+    return process
+
+
+def test_ctrl_c_lets_the_batch_under_way_finish(
+    moving: subprocess.Popen[bytes], platform: EventSQL, session: Connection
+) -> None:
+    moving.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        moving.wait(0.5)
+    session.execute("COMMIT")
+    _, errors = moving.communicate(timeout=PATIENCE)
+    assert moving.returncode == 130
+    assert errors.endswith(f"eventsql: transferred 1 event ({TOPIC} 1)\n".encode())
+    assert platform.reader.count(TOPIC) == 1
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_batch(moving: subprocess.Popen[bytes], platform: EventSQL) -> None:
+    # Two signals may arrive as one, and the driver looks at signals each 0.1 s if none interrupts that.
+    while moving.poll() is None:
+        moving.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            moving.wait(0.5)
+    # One that comes when Python ends has no handler any more.
+    assert moving.returncode in {130, -signal.SIGINT}
+    assert platform.buffered() == {TOPIC: 1}
