@@ -117,7 +117,7 @@ THROUGH := $(BIN)/python -m pytest --through-pooler --numprocesses $(PROCESSES) 
 
 pooler: setup pgbouncer ## Run the tests of the log and its rooms through PgBouncer, in transaction mode (ARGS=tests/…: some)
 	$(THROUGH) $(or $(ARGS),tests/log tests/topics tests/publishing tests/consuming tests/maintenance tests/queue tests/store tests/views $(wildcard tests/cli/test_[eprs]*.py) \
-		$(addprefix tests/cli/test_,dead_letters.py doctor.py migrate.py transfer.py) \
+		$(addprefix tests/cli/test_,dead_letters.py doctor.py looking.py migrate.py transfer.py) \
 		tests/spark/test_write.py::test_a_topic_is_copied_by_reading_and_writing_it)
 
 pooled: setup pgbouncer

@@ -7,7 +7,6 @@ import io
 import json
 import re
 import signal
-import subprocess
 import time
 from datetime import datetime, timedelta
 from types import SimpleNamespace
@@ -25,7 +24,7 @@ from eventsql_orchestration.errors import DatabaseUnavailableError
 from eventsql_orchestration.metrics.figures import TopicFigures
 from eventsql_orchestration.model import Retention
 from eventsql_orchestration.shards.shard import Shard
-from tests.cli.conftest import PROGRAM, Run, Start
+from tests.cli.conftest import Run, Start
 from tests.cli.terminals import Terminal
 from tests.fixtures import Until
 from tests.forms import in_blocks, stored
@@ -322,15 +321,13 @@ def test_events_beyond_one_batch_are_chosen_too(run: Run, platform: EventSQL, mo
     assert values(run("tail", "many", "--grep", "9$", "--max", "2")) == ["9", "19"]
 
 
-def test_events_as_csv_and_as_values(run: Run, rides: EventSQL, dsn: str) -> None:
+def test_events_as_csv_and_as_values(run: Run, rides: EventSQL) -> None:
     read = list(csv.DictReader(io.StringIO(run("tail", "rides", "--format", "csv").stdout)))
     assert [(each["offset"], each["key"], each["value"], each["encoding"]) for each in read[-2:]] == [
         (str(json.loads(line)["offset"]), json.loads(line)["key"] or "", json.loads(line)["value"], encoding)
         for line, encoding in zip(run("tail", "rides").stdout.splitlines()[-2:], ["", "base64"], strict=True)
     ]
-    written = subprocess.run(
-        [PROGRAM, "--dsn", dsn, "tail", "rides", "--format", "value"], capture_output=True, check=True
-    ).stdout
+    written = run("tail", "rides", "--format", "value").stdout_bytes
     assert written == b'{"fare": 0}\n{"fare": 1}\n{"fare": 2}\n{"fare": 3}\n\xff\n'
     none = ("tail", "rides", "--key", "of no ride", "--format")
     (header,) = run(*none, "csv").stdout.splitlines()
@@ -352,14 +349,12 @@ def test_lag_as_csv_has_the_columns_of_the_json(run: Run, rides: EventSQL) -> No
     assert run("lag", "--format", "csv", "--json").exit_code == 2
 
 
-def test_csv_gives_back_any_text(platform: EventSQL, dsn: str) -> None:
+def test_csv_gives_back_any_text(run: Run, platform: EventSQL) -> None:
     texts = ["a\rb", "a\r\nb", 'a"b,c', "=1+1", " "]
     platform.registry.register_topic(Topic("texts"))
     platform.publisher.publish_all([Publication("texts", text.encode(), key=text) for text in texts])
     platform.transfer.run_once()
-    written = subprocess.run(
-        [PROGRAM, "--dsn", dsn, "tail", "texts", "--format", "csv"], capture_output=True, check=True
-    ).stdout
+    written = run("tail", "texts", "--format", "csv").stdout_bytes
     read = list(csv.DictReader(io.StringIO(written.decode(), newline="")))
     assert [each["value"] for each in read] == [each["key"] for each in read] == texts
 

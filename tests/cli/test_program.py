@@ -20,7 +20,7 @@ from eventsql_orchestration.cli import lazy, main
 from eventsql_orchestration.cli.application import whole_program
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
-from tests.cli.conftest import Run, Start, one_line
+from tests.cli.conftest import PROGRAM, Run, Start, one_line
 from tests.waiting import PATIENCE
 
 PASSWORD = "s3cret/p@ss"
@@ -114,20 +114,17 @@ def test_a_running_embedded_server_is_used_and_that_is_said_once(invoke: Run, se
     assert line.startswith("eventsql: no --dsn, EVENTSQL_DSN or eventsql.toml names a database: using the embedded ")
 
 
-def test_the_embedded_server_is_started_and_outlives_the_command(home: Path) -> None:
+def test_the_embedded_server_is_started_and_outlives_the_command(invoke: Run, home: Path) -> None:
     environment = {**os.environ, "EVENTSQL_HOME": str(home)}
-    program = Path(sys.executable).parent / "eventsql"
     first = subprocess.run(
-        [program, "topic", "create", "account_created"], env=environment, capture_output=True, text=True, check=True
+        [PROGRAM, "topic", "create", "account_created"], env=environment, capture_output=True, text=True, check=True
     )
     assert first.stdout == ""
     assert "started the embedded server" in first.stderr.splitlines()[0]
     running = EmbeddedPostgres(home / "postgres").status()
     assert running is not None
     assert running.password not in first.stderr
-    second = subprocess.run(
-        [program, "topic", "list", "--json"], env=environment, capture_output=True, text=True, check=True
-    )
+    second = invoke("--home", home, "topic", "list", "--json")
     assert [entry["topic"] for entry in json.loads(second.stdout)] == ["account_created"]
     assert "using the embedded server" in second.stderr
 

@@ -197,25 +197,9 @@ def line(process: subprocess.Popen[bytes]) -> str:
     return process.stderr.readline().decode()
 
 
-def test_ctrl_c_says_for_what_it_waits_and_lets_the_program_end(
-    start: Start, database: Database, directory: Path
-) -> None:
-    process, _ = worker(start, database, directory)
-    os.killpg(process.pid, signal.SIGINT)
-    assert "waiting for 1 message" in line(process)
-    (directory / "go").open("w").close()
-    _, errors = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0
-    assert b"1 message of queue 'jobs' handled" in errors
-    assert Queue(database, "jobs").statistics().depth == 0
-
-
-@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
-def test_a_ctrl_c_after_a_signal_kills_the_program_and_ends_at_once(
-    start: Start, database: Database, directory: Path, first: signal.Signals
-) -> None:
+def test_a_second_ctrl_c_kills_the_program_and_ends_at_once(start: Start, database: Database, directory: Path) -> None:
     process, program = worker(start, database, directory)
-    os.killpg(process.pid, first)
+    os.killpg(process.pid, signal.SIGINT)
     assert "waiting for 1 message" in line(process)
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=PATIENCE)
@@ -227,10 +211,10 @@ def test_a_ctrl_c_after_a_signal_kills_the_program_and_ends_at_once(
     assert message.state != "in flight"
 
 
-def test_a_command_gives_the_message_of_a_killed_program_back_before_it_ends(
+def test_a_ctrl_c_after_sigterm_gives_the_message_of_the_killed_program_back_before_the_command_ends(
     start: Start, database: Database, directory: Path, session: Connection
 ) -> None:
-    process, _ = worker(start, database, directory)
+    process, program = worker(start, database, directory)
     os.killpg(process.pid, signal.SIGTERM)
     assert "waiting for 1 message" in line(process)
     with session.transaction():
@@ -238,13 +222,14 @@ def test_a_command_gives_the_message_of_a_killed_program_back_before_it_ends(
         os.killpg(process.pid, signal.SIGINT)
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(2)
-    process.communicate(timeout=PATIENCE)
-    assert process.returncode == 130
+    _, errors = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, b"killed sh" in errors) == (130, True)
+    assert not psutil.pid_exists(program)
     (message,) = Queue(database, "jobs").peek()
-    assert message.state != "in flight"
+    assert (message.receives, message.state != "in flight") == (1, True)
 
 
-def test_ctrl_z_stops_the_program_with_the_command_until_it_goes_on(
+def test_ctrl_z_stops_the_program_with_the_command_and_ctrl_c_says_for_what_it_waits_and_lets_the_program_end(
     start: Start, database: Database, directory: Path, until: Until
 ) -> None:
     process, program = worker(start, database, directory)
@@ -259,6 +244,7 @@ def test_ctrl_z_stops_the_program_with_the_command_until_it_goes_on(
     _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0
     assert b"1 message of queue 'jobs' handled" in errors
+    assert Queue(database, "jobs").statistics().depth == 0
 
 
 def test_an_error_of_the_command_ends_its_programs(start: Start, database: Database, directory: Path) -> None:
