@@ -37,7 +37,6 @@ from eventsql_orchestration.dagster.tags import (
     DEV_SIMULATION,
     DEV_TAG,
     DEV_VERIFICATION,
-    FINISHED,
     QUEUE_TAG,
     TRANSFER_TAG,
 )
@@ -173,7 +172,7 @@ class Running(RunningSystem[str]):
 
     def has_ended(self, run_id: str) -> bool:
         run = self.instance.get_run_by_id(run_id)
-        return run is None or run.status in FINISHED
+        return run is None or run.is_finished
 
     def is_busy(self) -> bool:
         if any(TRANSFER_TAG not in run.tags for run in self.instance.get_runs(UNDER_WAY)):

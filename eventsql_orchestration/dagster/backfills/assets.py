@@ -1,7 +1,5 @@
 """A consumer's backfills in Dagster: an asset whose partitions are windows, and the jobs that plan and replay them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,7 +19,6 @@ from eventsql_orchestration.dagster.tags import (
     BACKFILL_TAG,
     CONSUMER_TAG,
     DAGSTER_PARTITION_TAG,
-    FINISHED,
     PRIORITY_TAG,
     SHARED_TAG,
     TOPIC_TAG,
@@ -58,12 +55,12 @@ class BackfillDefinition:
 
     consumer: ConsumerDefinition
     asset: dg.AssetsDefinition
-    job: dg.UnresolvedAssetJobDefinition
+    job: "dg.UnresolvedAssetJobDefinition"
     plan_job: dg.JobDefinition
     partitions: dg.DynamicPartitionsDefinition
 
     @property
-    def jobs(self) -> list[dg.UnresolvedAssetJobDefinition | dg.JobDefinition]:
+    def jobs(self) -> "list[dg.UnresolvedAssetJobDefinition | dg.JobDefinition]":
         return [self.job, self.plan_job]
 
 
@@ -165,6 +162,8 @@ def backfill_of(topic: str, consumer: str) -> str:
 def _plan_job(consumer: ConsumerDefinition, partitions: dg.DynamicPartitionsDefinition) -> dg.JobDefinition:
     name, topic = f"plan_{consumer.asset.op.name}{SUFFIX}", consumer.topic.name
 
+    # Ops and jobs of a code location share one set of names.
+    @dg.op(name=f"{name}_windows")
     def plan(context: dg.OpExecutionContext, config: PlanConfig, eventsql: EventSQLResource) -> None:
         backfills = Backfills(eventsql.shards)
         with failing_if_unregistered(eventsql.platform, consumer.topic, consumer.consumer):
@@ -188,10 +187,6 @@ def _plan_job(consumer: ConsumerDefinition, partitions: dg.DynamicPartitionsDefi
             backfill_id, planned.events, len(keys), partitions.name,
         )  # fmt: skip
 
-    plan.__annotations__ = {"context": dg.OpExecutionContext, "config": PlanConfig, "eventsql": EventSQLResource}
-    # Ops and jobs of a code location share one set of names.
-    op = dg.op(name=f"{name}_windows", out={})(plan)
-
     @dg.job(
         name=name,
         description=f"Makes a backfill of {consumer.consumer.name} and its windows; replays nothing yet.",
@@ -199,7 +194,7 @@ def _plan_job(consumer: ConsumerDefinition, partitions: dg.DynamicPartitionsDefi
         tags=BACKFILL_RUN,
     )
     def plan_job() -> None:
-        op()
+        plan()
 
     return plan_job
 
@@ -253,7 +248,7 @@ def _has_ended(instance: dg.DagsterInstance, owner: str) -> bool:
     """Whether the owner is a run of this instance that has ended; False for any other owner."""
     run_id = run_of_owner(owner)
     run = None if run_id is None else instance.get_run_by_id(run_id)
-    return run is not None and run.status in FINISHED
+    return run is not None and run.is_finished
 
 
 def _results(

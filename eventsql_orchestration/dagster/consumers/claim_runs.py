@@ -13,7 +13,7 @@ import dagster as dg
 
 from eventsql_orchestration import Consumer, Shard
 from eventsql_orchestration.consuming.claims import Claim
-from eventsql_orchestration.dagster.tags import CLAIM_TAG, CLAIMED_AT_TAG, CONSUMER_TAG, FINISHED, TOPIC_TAG, shard_tags
+from eventsql_orchestration.dagster.tags import CLAIM_TAG, CLAIMED_AT_TAG, CONSUMER_TAG, TOPIC_TAG, shard_tags
 from eventsql_orchestration.orchestration.owners import run_of_owner
 from eventsql_orchestration.orchestration.shards import rows_of
 
@@ -73,5 +73,5 @@ def runs_of(
             its_own = claim_tags(claim.id, made[claim.id], shard.name)
             runs += [run for run in requested if its_own.items() <= run.dagster_run.tags.items()]
         if runs:
-            found[claim.id] = next((run for run in runs if run.dagster_run.status not in FINISHED), runs[0])
+            found[claim.id] = next((run for run in runs if not run.dagster_run.is_finished), runs[0])
     return found

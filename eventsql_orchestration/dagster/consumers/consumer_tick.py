@@ -19,7 +19,6 @@ from eventsql_orchestration.dagster.consumers.decision import needs_attention
 from eventsql_orchestration.dagster.consumers.partition_tick import PartitionTick
 from eventsql_orchestration.dagster.consumers.tick import Answer, NothingYet, Tick, Watched, in_random_order
 from eventsql_orchestration.dagster.register import consumer_missing, why_unregistered
-from eventsql_orchestration.dagster.tags import FINISHED
 from eventsql_orchestration.errors import (
     ConsumerNotFoundError,
     DatabaseBusyError,
@@ -49,7 +48,7 @@ class Sight:
         """An unfinished run that owns or will own a leased claim of one of the partitions."""
         for standing in self.standings.values():
             run = self.run_of(standing)
-            if run is not None and standing.leased and run.dagster_run.status not in FINISHED:
+            if run is not None and standing.leased and not run.dagster_run.is_finished:
                 return run
         return None
 

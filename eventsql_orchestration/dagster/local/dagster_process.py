@@ -18,7 +18,7 @@ import requests
 
 from eventsql_orchestration.dagster.local.code_location import CodeLocation
 from eventsql_orchestration.dagster.local.webserver import RunOfWebserver, Webserver, one_line
-from eventsql_orchestration.dagster.tags import FINISHED, TRANSFER_TAG, UNFINISHED
+from eventsql_orchestration.dagster.tags import TRANSFER_TAG, UNFINISHED
 from eventsql_orchestration.orchestration.errors import LocalDagsterError, RunFailedError
 from eventsql_orchestration.orchestration.local_processes import (
     HOST,
@@ -220,7 +220,7 @@ class LocalDagster:
             if run.status is dg.DagsterRunStatus.SUCCESS:
                 return run
             where = f"{self.url}/runs/{run_id}"
-            if run.status in FINISHED:
+            if run.is_finished:
                 why = failure_of(instance, run_id) or f"see {where}"
                 raise RunFailedError(f"the run of job {run.job_name!r} ended as {run.status.value}: {why}")
             if time.monotonic() > deadline:
