@@ -87,10 +87,10 @@ class Listing:
     """A table that is at least as wide as its numbers and the words of its texts need.
 
     In a terminal that is narrower, the terminal breaks its lines. A refreshing screen shows the left part. In a
-    terminal that is narrower than `wanted`, it is the table that `narrow` makes, if given.
+    terminal that is narrower than `wanted`, it is the table that `narrow` makes, unless that is None.
     """
 
-    def __init__(self, drawn: Table, least: int, wanted: int = 0, narrow: Callable[[], Listing] | None = None) -> None:
+    def __init__(self, drawn: Table, least: int, wanted: int, narrow: Callable[[], Listing] | None) -> None:
         self._drawn = drawn
         self._least = least
         self._wanted = wanted

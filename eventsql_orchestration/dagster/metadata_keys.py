@@ -34,7 +34,7 @@ INPUT_ASSET: Final = "input"
 INPUT_TRACE: Final = "trace"
 
 
-def trace_command(topic: str, offset: int, shard: str | None = None) -> str:
+def trace_command(topic: str, offset: int, shard: str | None) -> str:
     """The command that shows where an event comes from."""
     return command(shard, f"trace {topic} {offset}")
 

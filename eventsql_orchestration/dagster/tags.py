@@ -117,6 +117,6 @@ def location_tags(origin: Any, repository: str | None) -> dict[str, str]:
     return {} if origin is None else {DAGSTER_REPOSITORY_TAG: f"{repository}@{origin.location_name}"}
 
 
-def partition_tags(topic: str, consumer: str, partition: int, shard: str | None = None) -> Mapping[str, str]:
+def partition_tags(topic: str, consumer: str, partition: int, shard: str | None) -> Mapping[str, str]:
     """The tags of every run of a consumer partition."""
     return {TOPIC_TAG: topic, CONSUMER_TAG: consumer, PARTITION_TAG: str(partition), **shard_tags(shard)}

@@ -147,7 +147,7 @@ class TopicNews:
 
     materializations: tuple[dg.AssetMaterialization, ...]
     seen: Mapping[str, int]
-    missing: tuple[str, ...] = ()
+    missing: tuple[str, ...]
 
 
 def topic_observations(platform: EventSQL, topics: Iterable[Topic | str], *, seen: Mapping[str, int]) -> TopicNews:

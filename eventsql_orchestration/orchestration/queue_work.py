@@ -56,7 +56,7 @@ class FailedMessage:
     receives: int
     reason: str
     pause: float
-    dead_letters: str | None = None
+    dead_letters: str | None
 
 
 @dataclass(slots=True)
@@ -90,7 +90,7 @@ class QueueRun:
     limits: WorkLimits
     backoff: Backoff
     log: logging.Logger
-    done: WorkedOff = field(default_factory=WorkedOff)
+    done: WorkedOff
     _held: HeldMessages = field(init=False)
     _tracebacks: Tracebacks = field(init=False)
 

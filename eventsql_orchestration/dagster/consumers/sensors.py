@@ -37,7 +37,7 @@ MIN_INTERVAL: Final = 1
 def build_sensor(
     watch: Watch,
     job: dg.UnresolvedAssetJobDefinition | dg.JobDefinition,
-    default_status: dg.DefaultSensorStatus = dg.DefaultSensorStatus.RUNNING,
+    default_status: dg.DefaultSensorStatus,
 ) -> dg.SensorDefinition:
     """The sensor of a partition, of a consumer, or of consumers that share their runs."""
 

@@ -66,8 +66,8 @@ class QueueState:
     """A queue over all shards; `lags` has an entry for each shard that answers and has the queue."""
 
     name: str
-    lags: Sequence[QueueLag] = ()
-    unreachable: Sequence[str] = ()
+    lags: Sequence[QueueLag]
+    unreachable: Sequence[str]
 
     @property
     def depth(self) -> int:
@@ -237,7 +237,7 @@ def observe_queues(
     platform: EventSQL,
     queues: Mapping[dg.AssetKey, str],
     *,
-    checks: Sequence[QueueCheck] = (),
+    checks: Sequence[QueueCheck],
     cursor: str | None,
     now: float,
 ) -> dg.SensorResult:
