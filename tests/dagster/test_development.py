@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import dagster as dg
 import pytest
@@ -170,7 +170,23 @@ def test_a_temporary_directory_that_another_user_has_made_is_refused(
             pass
 
 
-class Webserver(BaseHTTPRequestHandler):
+class Answering(BaseHTTPRequestHandler):
+    """Answers queries, and says nothing."""
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        answer = json.dumps({"data": self.data(asked["query"], asked["variables"])}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def data(self, query: str, variables: dict[str, Any]) -> object: ...
+
+    def log_message(self, *_: object) -> None: ...
+
+
+class Webserver(Answering):
     """Answers as Dagster's does when the location is loaded, or has failed with an error.
 
     `healthy`: the daemon has reported that it takes runs out of the queue.
@@ -179,26 +195,18 @@ class Webserver(BaseHTTPRequestHandler):
     error: ClassVar[dict[str, object]] = {}
     healthy = True
 
-    def do_POST(self) -> None:
+    def data(self, *_: object) -> object:
         entries = [{"name": "x", "loadStatus": "LOADED", "locationOrLoadError": self.error}]
         jobs = [
             {"name": "transfer", "tags": [{"key": "eventsql/transfer", "value": "transfer"}]},
             {"name": "setup", "tags": []},
         ]
         daemon = {"daemonType": "QUEUED_RUN_COORDINATOR", "required": True, "healthy": self.healthy}
-        data = {
+        return {
             "workspaceOrError": {"locationEntries": entries},
             "repositoriesOrError": {"nodes": [{"jobs": jobs}]},
             "instance": {"daemonHealth": {"allDaemonStatuses": [daemon]}},
         }
-        answer = json.dumps({"data": data}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
-
-    def log_message(self, *_: object) -> None:
-        """Say nothing."""
 
 
 @pytest.fixture
@@ -291,28 +299,18 @@ def test_waiting_for_a_run_ends_with_the_processes_that_would_run_it(
         local(tmp_path).wait(instance, run.run_id, timeout=60)
 
 
-class Ending(BaseHTTPRequestHandler):
+class Ending(Answering):
     """Answers as a webserver with one run, which ends when it is told to."""
 
     under_way: ClassVar[list[dict[str, object]]] = []
 
-    def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if "terminateRun" in asked["query"]:
-            assert asked["variables"] == {"run": "r1"}
+    def data(self, query: str, variables: dict[str, Any]) -> object:
+        if "terminateRun" in query:
+            assert variables == {"run": "r1"}
             self.under_way.clear()
-            data: object = {"terminateRun": {"__typename": "TerminateRunSuccess"}}
-        else:
-            assert "STARTED" in asked["variables"]["filter"]["statuses"]
-            data = {"runsOrError": {"results": list(self.under_way)}}
-        answer = json.dumps({"data": data}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
-
-    def log_message(self, *_: object) -> None:
-        """Say nothing."""
+            return {"terminateRun": {"__typename": "TerminateRunSuccess"}}
+        assert "STARTED" in variables["filter"]["statuses"]
+        return {"runsOrError": {"results": list(self.under_way)}}
 
 
 class Silent(Ending):
