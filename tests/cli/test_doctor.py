@@ -25,7 +25,7 @@ from eventsql_orchestration.consumer import ConsumerState
 from eventsql_orchestration.consuming.deliveries import Deliveries
 from eventsql_orchestration.database.translation import MORE_CONNECTIONS
 from eventsql_orchestration.errors import DatabaseFullError, DatabaseUnavailableError, MissingExtraError
-from eventsql_orchestration.spark.java import JavaRuntime
+from eventsql_orchestration.spark.java import JavaRuntime, find_java
 from eventsql_orchestration.topics.registry import Registry
 from tests.cli.conftest import Run
 from tests.cli.mailer import TOPIC, fail, prepare, prepare_dead_letter, publish
@@ -40,7 +40,7 @@ def consumer() -> str:
     return "mailer"
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def java(monkeypatch: pytest.MonkeyPatch) -> None:
     """A runtime that need not be asked."""
     monkeypatch.setattr(
@@ -60,7 +60,6 @@ def diagnose(run: Run, *arguments: object) -> tuple[int, dict[str, list[dict[str
     return result.exit_code, findings
 
 
-@pytest.mark.usefixtures("java")
 def test_a_package_that_was_rolled_back_works_with_the_newer_schema_and_leaves_it_alone(
     invoke: Run, run: Run, dsn: str, platform: EventSQL
 ) -> None:
@@ -77,7 +76,6 @@ def test_a_package_that_was_rolled_back_works_with_the_newer_schema_and_leaves_i
     assert "transfer" in findings
 
 
-@pytest.mark.usefixtures("java")
 def test_leftovers_of_a_deleted_topic_are_named_and_the_named_command_clears_them(
     run: Run, consumer: str, platform: EventSQL
 ) -> None:
@@ -98,7 +96,6 @@ def test_leftovers_of_a_deleted_topic_are_named_and_the_named_command_clears_the
     assert len(findings["leftovers"]) == 1, "events are the user's"
 
 
-@pytest.mark.usefixtures("java")
 @pytest.mark.parametrize("events", [1, 500])
 def test_events_of_a_topic_that_does_not_exist_are_deleted_by_the_commands_that_the_doctor_names(
     run: Run, platform: EventSQL, dsn: str, events: int
@@ -117,7 +114,6 @@ def test_events_of_a_topic_that_does_not_exist_are_deleted_by_the_commands_that_
     assert "leftovers" not in diagnose(run)[1]
 
 
-@pytest.mark.usefixtures("java")
 def test_a_consumer_that_lacks_partitions_is_named_with_the_command_that_adds_them(
     run: Run, platform: EventSQL
 ) -> None:
@@ -131,7 +127,6 @@ def test_a_consumer_that_lacks_partitions_is_named_with_the_command_that_adds_th
     assert diagnose(run)[0] == 0
 
 
-@pytest.mark.usefixtures("java")
 def test_a_healthy_installation_is_told_in_full(run: Run, platform: EventSQL, consumer: str) -> None:
     with platform.database.connection() as connection:
         major = connection.info.server_version // 10_000
@@ -148,7 +143,6 @@ def test_a_healthy_installation_is_told_in_full(run: Run, platform: EventSQL, co
     assert len(table.stdout.splitlines()) == 8
 
 
-@pytest.mark.usefixtures("java")
 def test_a_stalled_transfer_is_a_problem(run: Run, consumer: str, platform: EventSQL) -> None:
     platform.publisher.publish(Publication(TOPIC, b"1"))
     assert diagnose(run)[0] == 0
@@ -166,7 +160,6 @@ def test_a_stalled_transfer_is_a_problem(run: Run, consumer: str, platform: Even
     assert diagnose(run, "--stalled-after", 0)[0] == 0
 
 
-@pytest.mark.usefixtures("java")
 @pytest.mark.parametrize("waiting", ["1 event waits", "2 events wait"])
 def test_a_consumer_that_nobody_runs_is_named_after_ten_minutes(
     run: Run, consumer: str, platform: EventSQL, monkeypatch: pytest.MonkeyPatch, waiting: str
@@ -189,7 +182,6 @@ def test_a_consumer_that_nobody_runs_is_named_after_ten_minutes(
     assert {each["status"] for each in diagnose(run)[1]["consumers"]} == {"ok"}
 
 
-@pytest.mark.usefixtures("java")
 @pytest.mark.parametrize(
     ("state", "start"),
     [
@@ -215,7 +207,6 @@ def test_a_failed_event_that_nobody_tries_again_asks_for_the_process_after_ten_m
     assert ("start the process that runs it" in finding["remedy"]) is start
 
 
-@pytest.mark.usefixtures("java")
 def test_partitions_of_a_consumer_that_fail_alike_are_one_finding(run: Run, platform: EventSQL) -> None:
     def refuse(_events: object, _connection: object) -> None:
         raise ValueError("no such rider")
@@ -259,7 +250,6 @@ def test_idle_consumers_are_looked_for_only_if_events_wait(
     assert (list(idle_findings(platform.shards[0])), looks) == ([], [])
 
 
-@pytest.mark.usefixtures("java")
 def test_a_consumer_that_a_killed_process_consumed_as_a_queue_is_named(
     run: Run, consumer: str, platform: EventSQL
 ) -> None:
@@ -281,7 +271,6 @@ def test_a_consumer_that_a_killed_process_consumed_as_a_queue_is_named(
     assert {each["status"] for each in diagnose(run)[1]["consumers"]} == {"ok"}
 
 
-@pytest.mark.usefixtures("java")
 def test_a_blocked_partition_is_a_problem_until_it_has_dead_letters(
     run: Run, consumer: str, platform: EventSQL
 ) -> None:
@@ -300,7 +289,6 @@ def test_a_blocked_partition_is_a_problem_until_it_has_dead_letters(
 
 
 @pytest.mark.in_rows
-@pytest.mark.usefixtures("java")
 def test_events_that_were_written_past_a_repartitioning_are_named(run: Run, consumer: str, platform: EventSQL) -> None:
     platform.repartitioner.repartition(TOPIC, 1)
     assert diagnose(run)[0] == 0
@@ -320,7 +308,6 @@ def test_events_that_were_written_past_a_repartitioning_are_named(run: Run, cons
     assert len(run(*command).stdout.splitlines()) == 2
 
 
-@pytest.mark.usefixtures("java")
 @pytest.mark.parametrize("table", [stored(TOPIC), "event_buffer", "queue_message"])
 def test_a_sequence_that_is_set_otherwise_is_a_problem_that_its_remedy_mends(
     run: Run, consumer: str, platform: EventSQL, table: str
@@ -335,7 +322,6 @@ def test_a_sequence_that_is_set_otherwise_is_a_problem_that_its_remedy_mends(
     assert diagnose(run)[0] == 0
 
 
-@pytest.mark.usefixtures("java")
 def test_a_table_whose_changes_are_not_captured_any_more_is_a_problem(
     run: Run, consumer: str, platform: EventSQL
 ) -> None:
@@ -356,7 +342,6 @@ def test_a_table_whose_changes_are_not_captured_any_more_is_a_problem(
     assert """eventsql capture drop --execute 'public."Basket"' basket_changes""" in result.stdout
 
 
-@pytest.mark.usefixtures("java")
 def test_an_interrupted_erasure_is_named_until_it_is_repeated(
     run: Run, consumer: str, platform: EventSQL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -409,7 +394,6 @@ def test_a_paused_consumer_is_a_warning(run: Run, consumer: str, platform: Event
 
 
 @pytest.mark.prepared.with_args(prepare_dead_letter)
-@pytest.mark.usefixtures("java")
 @pytest.mark.parametrize("command", ["redrive", "dismiss"])
 def test_the_doctor_warns_of_dead_letters_until_they_are_redriven_or_dismissed(run: Run, command: str) -> None:
     code, findings = diagnose(run)
@@ -431,7 +415,6 @@ def test_a_compression_of_another_server_is_told(platform: EventSQL, run: Callab
     assert ("does not have" in run("topic", "describe", "rides").stdout) is lacks
 
 
-@pytest.mark.usefixtures("java")
 def test_missing_tables_are_a_problem_that_migrate_mends(invoke: Run, fresh: str) -> None:
     result = invoke("--dsn", fresh, "doctor", "--json")
     assert result.exit_code == 1
@@ -441,7 +424,6 @@ def test_missing_tables_are_a_problem_that_migrate_mends(invoke: Run, fresh: str
     assert invoke("--dsn", fresh, "doctor").exit_code == 0
 
 
-@pytest.mark.usefixtures("java")
 def test_a_database_that_takes_no_writes_is_a_problem(invoke: Run, dsn: str) -> None:
     result = invoke("--dsn", f"{dsn}?options=-c%20default_transaction_read_only%3Don", "doctor", "--json")
     assert result.exit_code == 1
@@ -471,7 +453,6 @@ def test_a_server_without_a_connection_left_is_not_one_to_start(invoke: Run, dsn
     assert MORE_CONNECTIONS in found["message"]
 
 
-@pytest.mark.usefixtures("java")
 @pytest.mark.parametrize(
     "error",
     [DatabaseUnavailableError("it refused the connection (could not write init file: No space left on device)"),
@@ -512,11 +493,11 @@ def test_no_java_at_all_is_a_problem(run: Run, monkeypatch: pytest.MonkeyPatch) 
     assert (code, findings["java"][0]["status"]) == (1, "problem")
 
 
-def test_the_java_that_is_really_there_is_found(run: Run) -> None:
+def test_the_java_that_is_really_there_is_found(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eventsql_orchestration.cli.doctor.find_java", find_java)
     assert "Java" in diagnose(run)[1]["java"][0]["message"]
 
 
-@pytest.mark.usefixtures("java")
 def test_where_each_setting_comes_from_is_told(
     invoke: Run, dsn: str, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -533,7 +514,6 @@ def test_where_each_setting_comes_from_is_told(
     assert settings()[1].endswith("named by EVENTSQL_DSN")
 
 
-@pytest.mark.usefixtures("java")
 @pytest.mark.parametrize(
     ("variable", "meant"),
     [("EVENTSQL_DNS", "EVENTSQL_DSN"), ("EVENTSQL_SCHMA", "EVENTSQL_SCHEMA"), ("EVENTSQL_NEW_DSN", None)],

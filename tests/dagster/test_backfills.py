@@ -791,6 +791,7 @@ def test_two_runs_of_one_window_at_once_replay_it_once(
 ) -> None:
     ids = bench.publish("orders", 60, partition=0)
     key = begin(backfills)
+    # Two runs that begin in threads of one process may wait for ever for each other's locks of `logging`.
     with process(key, delay=0.2) as one, process(key, delay=0.2) as other:
         codes = [each.wait(120) for each in (one, other)]
     assert 0 in codes
