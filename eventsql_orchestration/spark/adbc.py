@@ -120,7 +120,7 @@ class CutOffError(Exception):
 
 
 class CopyConnection:
-    """A connection in a transaction. Close it, or use it as a context manager.
+    """A connection in a transaction, for a `with` block, whose end rolls back an open transaction.
 
     Raises `adbc_driver_manager.Error` or `psycopg.Error`, with the server's `sqlstate` if there is one, and
     `ConfigurationError` as `_confined`. Among the rows of a query it raises `RefusedError` or `CutOffError`.
@@ -138,10 +138,6 @@ class CopyConnection:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the connection. This rolls back an open transaction."""
         self._opened.close()
 
     def execute(self, statement: str) -> None:

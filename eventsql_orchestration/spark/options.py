@@ -107,7 +107,7 @@ class WriteOptions:
     @classmethod
     def parse(cls, options: Mapping[str, str], *, streaming: bool) -> WriteOptions:
         """Raises `ConfigurationError` or `ValidationError`."""
-        given = Given(options, (*_WRITE, *READ), prefix=_HEADER)
+        given = Given(options, (*_WRITE, *READ))
         given.refuse("it is for reads", *(name for name in READ if name not in _WRITE))
         if streaming:
             given.refuse("a stream numbers its batches itself", "batchId")
@@ -124,7 +124,7 @@ class WriteOptions:
         return cls(
             source=given.source(),
             topic=given.topic("topic"),
-            headers=given.headers("headers"),
+            headers=given.headers(),
             writer=writer or (None if claim is None else f"claim-{claim}"),
             batch=batch,
             claim=claim,
@@ -144,12 +144,11 @@ def naming_option(name: str) -> Iterator[None]:
 class Given:
     """Spark's options: strings by name, in upper or lower case."""
 
-    def __init__(self, options: Mapping[str, str], known: tuple[str, ...], *, prefix: str | None = None) -> None:
+    def __init__(self, options: Mapping[str, str], known: tuple[str, ...]) -> None:
         self._options = {name.lower(): value for name, value in options.items()}
-        self._prefix = prefix
         names = {name.lower(): name for name in known}
         for name in self._options:
-            if name in names or (prefix is not None and name.startswith(prefix)):
+            if name in names or name.startswith(_HEADER):
                 continue
             # Spark adds its own options, so an unknown option is refused only if it resembles an option of this
             # package.
@@ -206,13 +205,14 @@ class Given:
             raise ValidationError(f"option {name}: {value!r} is neither true nor false")
         return value == "true"
 
-    def headers(self, name: str) -> dict[str, str]:
-        headers = json_object(self.text(name) or "{}")
+    def headers(self) -> dict[str, str]:
+        """The headers of the option `headers` and of the options `header.<name>`."""
+        headers = json_object(self.text("headers") or "{}")
         if headers is None:
-            raise ValidationError(f'option {name} is not a JSON object of strings: write one such as {{"a": "b"}}')
-        prefix = self._prefix or ""
-        headers |= {each.removeprefix(prefix): text for each, text in self._options.items() if each.startswith(prefix)}
-        with naming_option(f"option {name} or {prefix}<name>"):
+            raise ValidationError('option headers is not a JSON object of strings: write one such as {"a": "b"}')
+        own = {name: text for name, text in self._options.items() if name.startswith(_HEADER)}
+        headers |= {name.removeprefix(_HEADER): text for name, text in own.items()}
+        with naming_option(f"option headers or {_HEADER}<name>"):
             return dict(Publication("headers", b"", metadata=headers).metadata)
 
     def refuse(self, reason: str, *names: str) -> None:

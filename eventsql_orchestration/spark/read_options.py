@@ -86,23 +86,6 @@ class ReadOptions:
         return replace(self, starting=self.starting.on(shard), ending=self.ending.on(shard))
 
 
-@dataclass(frozen=True, slots=True)
-class SchemaOptions:
-    """The options that decide the columns of a read.
-
-    `value` is the DDL of decoded values, `shards` says whether several shards are read.
-    """
-
-    headers: bool
-    value: str | None
-    shards: bool
-
-    @classmethod
-    def parse(cls, options: Mapping[str, str]) -> SchemaOptions:
-        given = Given(options, READ)
-        return cls(given.flag("includeHeaders"), given.text("valueSchema"), given.databases() > 1)
-
-
 def _topics(given: Given, *, claimed: bool) -> dict[str, tuple[int, ...] | None]:
     if claimed:
         given.refuse("the claim names the topic and the range", "subscribe", "assign", "partition", *STARTS, *ENDS)

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -18,7 +18,8 @@ from eventsql_orchestration.model import MAX_PARTITIONS, NOT_PARTITIONED, Offset
 from eventsql_orchestration.spark.adbc import TYPES, Piece, Projection, read_batches
 from eventsql_orchestration.spark.filters import Conditions, push
 from eventsql_orchestration.spark.json_values import ValueDecoder, check_type
-from eventsql_orchestration.spark.read_options import ReadOptions, SchemaOptions
+from eventsql_orchestration.spark.options import READ, Given
+from eventsql_orchestration.spark.read_options import ReadOptions
 
 if TYPE_CHECKING:
     from eventsql_orchestration.spark.input_splits import Wanted
@@ -27,9 +28,6 @@ if TYPE_CHECKING:
 
 _TYPES: Final[dict[str, DataType]] = {name: from_arrow_type(kind) for name, kind in TYPES.items()}
 
-COLUMNS: Final = tuple(name for name in TYPES if name != "shard")
-"""The columns of a read of one database."""
-
 
 def read_schema(*, headers: bool, shards: bool = False) -> StructType:
     """The columns of a read, all nullable. With `shards`, also the column `shard`."""
@@ -37,15 +35,17 @@ def read_schema(*, headers: bool, shards: bool = False) -> StructType:
     return StructType([StructField(name, kind) for name, kind in _TYPES.items() if name not in left_out])
 
 
-def declared_schema(options: SchemaOptions) -> StructType | str:
+def declared_schema(options: Mapping[str, str]) -> StructType | str:
     """The columns of a read without `.schema(…)`. As DDL if values are decoded, because only Spark parses DDL.
 
-    Raises `ValidationError` for a `valueSchema` that is not a list of columns.
+    Raises `ConfigurationError`, and `ValidationError` for a `valueSchema` that is not a list of columns.
     """
-    schema = read_schema(headers=options.headers, shards=options.shards)
-    if options.value is None:
+    given = Given(options, READ)
+    schema = read_schema(headers=given.flag("includeHeaders"), shards=given.databases() > 1)
+    value = given.text("valueSchema")
+    if value is None:
         return schema
-    ddl, depth = options.value.strip(), 0
+    ddl, depth = value.strip(), 0
     for character in ddl:
         depth += (character in "<(") - (character in ">)")
         if depth < 0:

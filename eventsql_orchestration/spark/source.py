@@ -15,7 +15,7 @@ from eventsql_orchestration.spark import FORMAT
 from eventsql_orchestration.spark.change_options import ChangeOptions, reads_changes
 from eventsql_orchestration.spark.change_reader import CHANGE_SCHEMA, ChangeReader
 from eventsql_orchestration.spark.options import WriteOptions
-from eventsql_orchestration.spark.read_options import ReadOptions, SchemaOptions
+from eventsql_orchestration.spark.read_options import ReadOptions
 from eventsql_orchestration.spark.reader import BatchReader, FilteringReader, declared_schema
 from eventsql_orchestration.spark.stream import StreamReader
 from eventsql_orchestration.spark.writer import BatchWriter, StreamWriter
@@ -40,7 +40,7 @@ class EventSQLDataSource(DataSource):
     def schema(self) -> StructType | str:
         if reads_changes(self.options):
             return CHANGE_SCHEMA
-        return declared_schema(SchemaOptions.parse(self.options))
+        return declared_schema(self.options)
 
     def reader(self, schema: StructType) -> BatchReader | ChangeReader:
         if reads_changes(self.options):

@@ -55,10 +55,8 @@ def test_a_connection_that_is_ended_among_the_rows_is_no_refusal(dsn: str) -> No
 
 
 def test_a_statement_that_cannot_be_closed_keeps_no_connection_open(dsn: str) -> None:
-    connection = CopyConnection(dsn)
-    connection._statement.close()
-    with pytest.raises(RuntimeError):
-        connection.close()
+    with pytest.raises(RuntimeError), CopyConnection(dsn) as connection:
+        connection._statement.close()
     with psycopg.connect(dsn, autocommit=True) as administrator:
         others = "SELECT FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
         # The server notices a moment later that a connection is closed.

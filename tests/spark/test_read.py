@@ -37,7 +37,7 @@ from eventsql_orchestration.spark import eventsql_error, range_options
 from eventsql_orchestration.spark.adbc import TYPES, Piece, Projection, known_database, read_batches
 from eventsql_orchestration.spark.options import Source
 from eventsql_orchestration.spark.ranges import Occupied, Stretch, equal_parts, even_tasks, shares
-from eventsql_orchestration.spark.reader import COLUMNS, Split, read_schema
+from eventsql_orchestration.spark.reader import Split, read_schema
 from eventsql_orchestration.spark.source import EventSQLDataSource
 from eventsql_orchestration.spark.writer import Staged
 from tests.forms import stored
@@ -88,7 +88,7 @@ def test_a_read_gives_what_the_platform_s_own_reader_gives(platform: EventSQL, o
 
 
 def test_a_read_without_headers_has_the_other_columns(platform: EventSQL, orders: str, read: Read) -> None:
-    assert read(orders).columns == [name for name in COLUMNS if name != "headers"]
+    assert read(orders).columns == ["key", "value", "topic", "partition", "offset", "timestamp"]
     assert read(orders).count() == 1_000
 
 

@@ -27,7 +27,7 @@ from eventsql_orchestration.errors import (
 from eventsql_orchestration.model import Retention
 from eventsql_orchestration.spark import FORMAT, eventsql_error
 from eventsql_orchestration.spark.read_options import ReadOptions
-from eventsql_orchestration.spark.reader import COLUMNS, BatchReader, FilteringReader, Split, read_schema
+from eventsql_orchestration.spark.reader import BatchReader, FilteringReader, Split, read_schema
 from eventsql_orchestration.spark.source import EventSQLDataSource
 from tests.conftest import Prepared
 from tests.shards.conftest import Databases, databases
@@ -112,7 +112,7 @@ def test_several_urls_are_one_frame_in_which_each_event_has_its_shard(
     spark: SparkSession, platform: EventSQL, dsn: str
 ) -> None:
     frame = load(spark, dsn, includeHeaders=True, numPartitions=3)
-    assert frame.columns == [*COLUMNS, "shard"]
+    assert frame.columns == ["key", "value", "topic", "partition", "offset", "timestamp", "headers", "shard"]
     assert frame.rdd.getNumPartitions() == 3
     expected = [
         Row(
@@ -157,7 +157,7 @@ def test_only_the_columns_asked_for_are_given(platform: EventSQL, dsn: str) -> N
 
 def test_one_url_is_read_as_one_database(spark: SparkSession, platform: EventSQL, dsn: str, urls: list[str]) -> None:
     frame = load(spark, urls[0], startingOffsets=1)
-    assert frame.columns == [name for name in COLUMNS if name != "headers"]
+    assert frame.columns == ["key", "value", "topic", "partition", "offset", "timestamp"]
     assert frame.count() == len(platform.shards[0].reader.read("orders"))
     with pytest.raises(ValidationError, match="there is no column 'shard' where dsn names one database"):
         reader_of(urls[0])
