@@ -20,9 +20,9 @@ from eventsql_orchestration.validation import MAX_NAME_LENGTH
 from eventsql_orchestration.views import Logs, Rollup, Timeline, ViewFeed, ViewFilling
 from eventsql_orchestration.views.definitions import EPOCH, start_of
 from eventsql_orchestration.views.log_values import DEFAULT_LEVEL
-from eventsql_orchestration.views.partitions import NO_TENANT
 from eventsql_orchestration.views.rollups import MAX_DIMENSION_LENGTH
 from eventsql_orchestration.views.sketches import DISTINCT_SIZE, QUANTILE_SIZE
+from eventsql_orchestration.views.view_table import NO_TENANT
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession

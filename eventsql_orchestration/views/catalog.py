@@ -19,8 +19,16 @@ from eventsql_orchestration.errors import ValidationError, ViewConflictError, Vi
 from eventsql_orchestration.model import MAX_AGE
 from eventsql_orchestration.validation import check_kind, check_whole
 from eventsql_orchestration.views.comparison import ViewComparison
-from eventsql_orchestration.views.definitions import Definition, Logs, Rollup, Timeline, start_of, start_of_partition
-from eventsql_orchestration.views.feeds import ViewFeed, ViewFill, make_periods
+from eventsql_orchestration.views.definitions import (
+    Definition,
+    Logs,
+    Rollup,
+    Timeline,
+    define,
+    start_of,
+    start_of_partition,
+)
+from eventsql_orchestration.views.feeds import ViewFeed, ViewFill
 from eventsql_orchestration.views.logs import LogsView
 from eventsql_orchestration.views.rebuilding import AnyView, Rebuilding, drop_rebuilds
 from eventsql_orchestration.views.rollups import RollupView
@@ -31,10 +39,10 @@ from eventsql_orchestration.views.tables import (
     dimensions_index,
     row_of,
     statements_of,
-    stored_definition,
     words_index,
 )
 from eventsql_orchestration.views.timelines import TimelineView
+from eventsql_orchestration.views.view_table import make_periods
 
 LOCK_SECONDS: Final = 1.0
 """How long dropping a partition waits for transactions that use the view, and makes later transactions wait."""
@@ -115,7 +123,7 @@ class Views:
 
     def definitions(self) -> list[Definition]:
         """The definitions of all views, by name."""
-        return [stored_definition(row) for row in query_all(self._database, self._queries("views"), {"name": None})]
+        return [define(*row) for row in query_all(self._database, self._queries("views"), {"name": None})]
 
     def definition(self, name: str) -> Definition:
         """The definition of a view. Raises `ViewNotFoundError`."""
@@ -272,7 +280,7 @@ class Views:
 
     def _find(self, connection: Connection, name: str) -> Definition | None:
         row = fetch_first(connection, self._queries("views"), {"name": name})
-        return None if row is None else stored_definition(row)
+        return None if row is None else define(*row)
 
     def _existing(self, connection: Connection, name: str) -> Definition:
         held = self._find(connection, name)

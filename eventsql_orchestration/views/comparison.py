@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from psycopg import sql
 
 from eventsql_orchestration.views.definitions import Definition, Rollup, Timeline
-from eventsql_orchestration.views.partitions import sent
 from eventsql_orchestration.views.rollup_sql import collected
 from eventsql_orchestration.views.sketches import same_distinct, same_quantiles
+from eventsql_orchestration.views.view_table import sent
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,8 +182,11 @@ class Logs(_Definition):
 Definition: TypeAlias = Timeline | Rollup | Logs
 
 
-def define(kind: str, name: str, described: Mapping[str, Any], **common: Any) -> Definition:
-    """The definition that the database has of a view."""
+def define(name: str, kind: str, described: Mapping[str, Any], retention: int | None, period: int) -> Definition:
+    """The definition in a row of the statement `views`, whose lengths of time are in seconds."""
+    common: dict[str, Any] = {"period": timedelta(seconds=period)}
+    if retention is not None:
+        common["retention"] = timedelta(seconds=retention)
     if kind == Timeline.kind:
         return Timeline(name, **common)
     if kind == Logs.kind:

@@ -9,18 +9,10 @@ from datetime import datetime
 from typing import Any, ClassVar, TypeAlias
 
 from eventsql_orchestration.consumer import EventFilter
-from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.model import Event
 from eventsql_orchestration.views.definitions import Definition
-from eventsql_orchestration.views.partitions import MAX_PERIODS
-
-
-def make_periods(connection: Connection, schema: str, view: Definition, starts: Iterable[datetime]) -> None:
-    """Make the partitions of a view that begin at these times, where they are missing."""
-    wanted = sorted(set(starts))
-    for first in range(0, len(wanted), MAX_PERIODS):
-        values = {"view": view.name, "starts": wanted[first : first + MAX_PERIODS]}
-        connection.execute(Queries("views", schema)("make_view_periods"), values)
+from eventsql_orchestration.views.view_table import make_periods
 
 
 class ViewFeed(ABC):

@@ -12,7 +12,7 @@ from eventsql_orchestration.database.rows import fetch_one
 from eventsql_orchestration.database.single_statement import fetch_raw
 from eventsql_orchestration.errors import ViewConflictError
 from eventsql_orchestration.views.log_values import LogLine
-from eventsql_orchestration.views.partitions import ViewTable
+from eventsql_orchestration.views.view_table import ViewTable
 
 LOOKBACK: Final = 10_000
 """The number of ids before the newest line that may belong to transactions that were open when the following began."""

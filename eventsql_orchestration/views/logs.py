@@ -19,7 +19,7 @@ from eventsql_orchestration.validation import check_kind, check_name, check_rang
 from eventsql_orchestration.views.definitions import Logs
 from eventsql_orchestration.views.following import LogFollower
 from eventsql_orchestration.views.log_values import LogEntry, LogLine
-from eventsql_orchestration.views.partitions import NO_TENANT, ViewTable, check_tenant, sent
+from eventsql_orchestration.views.view_table import NO_TENANT, ViewTable, check_tenant, sent
 
 _COLUMNS: Final = sql.SQL(
     "eql_id AS id, eql_resource AS resource, eql_level AS level, eql_line AS line, eql_attributes AS attributes, "

@@ -26,13 +26,14 @@ from eventsql_orchestration.topics.registry import Registry
 from eventsql_orchestration.validation import check_name
 from eventsql_orchestration.views.comparison import ViewComparison, comparison, sketch_comparison, sketches_differ
 from eventsql_orchestration.views.consumed import Consumed, check_history
-from eventsql_orchestration.views.definitions import Definition, Rollup
+from eventsql_orchestration.views.definitions import Definition, Rollup, define
 from eventsql_orchestration.views.feeds import ViewFeed, ViewFill, ViewFilling
 from eventsql_orchestration.views.logs import LogsView
 from eventsql_orchestration.views.rollups import RollupView
 from eventsql_orchestration.views.switching import Shadow, Switch, sequence_of
-from eventsql_orchestration.views.tables import differences, row_of, statements_of, stored_definition
+from eventsql_orchestration.views.tables import differences, row_of, statements_of
 from eventsql_orchestration.views.timelines import TimelineView
+from eventsql_orchestration.views.view_table import ViewTable
 
 logger = logging.getLogger(__name__)
 
@@ -112,9 +113,8 @@ class Rebuilding:
                 connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
                 self._hold(connection, shadow)
                 self._apply_rest(shadow, done, connection)
-                (now,) = fetch_one(connection, self._queries("clock"))
-                retention = shadow.held.retention
-                values = {"oldest": None if retention is None else now - retention, "most": _EXAMPLES}
+                oldest = ViewTable(self._database, shadow.held).kept_after(connection)
+                values = {"oldest": oldest, "most": _EXAMPLES}
                 statement = comparison(shadow.held, self._schema, shadow.definition.table)
                 row = connection.execute(statement, values, prepare=False).fetchone()
                 assert row is not None, "the statement gives a row"
@@ -205,7 +205,7 @@ class Rebuilding:
         row = fetch_first(connection, self._queries("views"), {"name": self._name})
         if row is None:
             raise ViewNotFoundError(f"view {self._name!r} does not exist: `Views.declare` makes it")
-        held = stored_definition(row)
+        held = define(*row)
         if different := differences(held, self._feed.view):
             raise ViewConflictError(
                 f"view {held.name!r} exists with {', '.join(different)}: a rebuild computes its entries again, and "
@@ -219,8 +219,7 @@ class Rebuilding:
         if fill is not None:
             with self._database.connection() as connection:
                 done = self._consumed(connection)
-                (now,) = fetch_one(connection, self._queries("clock"))
-            oldest = None if shadow.held.retention is None else now - shadow.held.retention
+                oldest = ViewTable(self._database, shadow.held).kept_after(connection)
             fill(
                 ViewFilling(
                     self._feed, self._database, shadow.definition, shadow.ledger, done.offsets.by_partition,

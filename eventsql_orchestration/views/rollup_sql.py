@@ -7,7 +7,7 @@ from functools import lru_cache
 from psycopg import sql
 
 from eventsql_orchestration.views.definitions import Rollup
-from eventsql_orchestration.views.partitions import sent
+from eventsql_orchestration.views.view_table import sent
 
 
 @lru_cache(maxsize=256)

@@ -17,7 +17,6 @@ from eventsql_orchestration.database import CallersConnection, Connection, Datab
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.validation import check_kind, check_range, check_text, check_time, check_whole, shown
 from eventsql_orchestration.views.definitions import Rollup, floor
-from eventsql_orchestration.views.partitions import NO_TENANT, ViewTable, check_tenant, tenants_of
 from eventsql_orchestration.views.rollup_sql import addition, merging, selection
 from eventsql_orchestration.views.sketches import (
     Distinct,
@@ -29,6 +28,7 @@ from eventsql_orchestration.views.sketches import (
     sketch_distinct,
     sketch_quantiles,
 )
+from eventsql_orchestration.views.view_table import NO_TENANT, ViewTable, check_tenant, tenants_of
 
 MAX_DIMENSION_LENGTH: Final = 200
 

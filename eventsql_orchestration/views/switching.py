@@ -11,7 +11,7 @@ from eventsql_orchestration.database import Connection, Queries, replaced_tables
 from eventsql_orchestration.database.rows import fetch_all
 from eventsql_orchestration.errors import ViewConflictError
 from eventsql_orchestration.views.definitions import Definition, Rollup, start_of_partition
-from eventsql_orchestration.views.feeds import make_periods
+from eventsql_orchestration.views.view_table import make_periods
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,15 @@
-"""The tables of views: the statements that make them, and definitions as they are stored."""
+"""The tables of views: the statements that make them, and the rows that describe them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
-from datetime import timedelta
 from typing import Any, Final
 
 from psycopg import sql
 from psycopg.types.json import Jsonb
 
-from eventsql_orchestration.views.definitions import Definition, Rollup, Timeline, define
+from eventsql_orchestration.views.definitions import Definition, Rollup, Timeline
 
 _GROWING: Final = ("values", "distinct", "quantiles")
 """The parts of a rollup that a declaration may add to."""
@@ -20,13 +19,6 @@ _FREE: Final = ("retention", "sort_after")
 
 _INDEXES: Final = ("language", "indexed")
 """The parts of views that a declaration may add, with an index."""
-
-
-def stored_definition(row: tuple[Any, ...]) -> Definition:
-    """A row of the statement `views`."""
-    name, kind, described, retention, period = row
-    kept = None if retention is None else timedelta(seconds=retention)
-    return define(kind, name, described, retention=kept, period=timedelta(seconds=period))
 
 
 def row_of(view: Definition) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from eventsql_orchestration.database.binary import decode_jsonb, encode_bigint
 from eventsql_orchestration.database.single_statement import SingleStatement
 from eventsql_orchestration.validation import MAX_BIGINT, check_name, check_time, check_whole, encode_json
 from eventsql_orchestration.views.definitions import Timeline
-from eventsql_orchestration.views.partitions import NO_TENANT, ViewTable, check_tenant
+from eventsql_orchestration.views.view_table import NO_TENANT, ViewTable, check_tenant
 
 
 @dataclass(frozen=True, slots=True)

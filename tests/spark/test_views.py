@@ -18,7 +18,7 @@ from eventsql_orchestration.spark.copying import TableCopy
 from eventsql_orchestration.spark.options import Source
 from eventsql_orchestration.spark.views import SparkViewFeed, SparkViewFill, _columns
 from eventsql_orchestration.views import Definition, LogEntry, Rollup, RollupEntry, ViewComparison, ViewFilling
-from eventsql_orchestration.views.partitions import NO_TENANT
+from eventsql_orchestration.views.view_table import NO_TENANT
 from tests.views.conftest import DAY, MINUTE, NOON, SKETCHES
 from tests.views.test_rebuilding import CONSUMER, FEEDS, TOPIC, Counts, Feed, Lines, Steps, World, prepare, read
 

@@ -132,7 +132,7 @@ def test_the_servers_clock_says_what_a_retention_keeps(
         def now(cls, tz: Any = None) -> Any:
             return now + 2 * DAY
 
-    for module in ("rollups", "logs", "timelines", "partitions"):
+    for module in ("rollups", "logs", "timelines", "view_table"):
         monkeypatch.setattr(f"eventsql_orchestration.views.{module}.datetime", Ahead)
     times = (now, now - DAY)
     with database.transaction() as connection:

@@ -81,13 +81,13 @@ class ViewTable:
 
     def make_partitions(self, joined: Connection, times: Iterable[datetime]) -> None:
         """Make the partitions of `times` that are missing. Raises `ValidationError` for too many."""
-        starts = sorted({start_of(self._definition, time) for time in times})
+        starts = {start_of(self._definition, time) for time in times}
         if len(starts) > MAX_PERIODS:
             raise ValidationError(
                 f"the times are in {len(starts)} periods of {self._definition.period}; {MAX_PERIODS} are allowed at "
                 "once: write them in several calls"
             )
-        joined.execute(self._queries("make_view_periods"), {"view": self._definition.name, "starts": starts})
+        make_periods(joined, self._database.schema, self._definition, starts)
 
     def fetch(self, statement: SingleStatement, values: Mapping[str, bytes | None]) -> list[RawRow]:
         """The rows of a statement that reads, in PostgreSQL's binary format."""
@@ -137,6 +137,14 @@ class ViewTable:
                     f"an entry is too large for an index of {view.kind} {view.name!r}: {error.diag.message_primary}"
                 )
         return None
+
+
+def make_periods(connection: Connection, schema: str, view: Definition, starts: Iterable[datetime]) -> None:
+    """Make the partitions of a view that begin at these times, where they are missing."""
+    wanted = sorted(set(starts))
+    for first in range(0, len(wanted), MAX_PERIODS):
+        values = {"view": view.name, "starts": wanted[first : first + MAX_PERIODS]}
+        connection.execute(Queries("views", schema)("make_view_periods"), values)
 
 
 def sent(statement: sql.Composable) -> bytes:
