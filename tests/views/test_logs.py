@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -127,13 +126,6 @@ def test_lines_are_kept_as_they_were_written(database: Database, runs: LogsView)
     assert lines(runs) == written[::-1]
 
 
-def test_a_rollback_writes_nothing(database: Database, runs: LogsView) -> None:
-    with database.connection() as connection, connection.transaction(force_rollback=True):
-        runs.write(connection, [LogEntry("a", "line", NOON)])
-    write(database, runs)
-    assert lines(runs) == []
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -200,15 +192,6 @@ def test_a_search_goes_through_the_index_that_fits_it(
         plan = custom_plan(connection, sql.SQL(query), {"tenant": "", "limit": 100, **given})
     assert index in plan
     assert "Seq Scan on view_runs_p20241120" not in plan
-
-
-def test_lines_older_than_the_retention_are_left_out(database: Database, views: Views) -> None:
-    short = Logs("short", retention=DAY)
-    views.declare(short)
-    with database.transaction() as connection:
-        entries = [LogEntry("a", "old", NOON), LogEntry("a", "new", datetime.now(UTC))]
-        assert views.logs(short).write(connection, entries) == 1
-    assert lines(views.logs(short)) == ["new"]
 
 
 def test_a_transaction_of_sqlalchemy_writes(database: Database, runs: LogsView) -> None:

@@ -145,12 +145,6 @@ def test_adding_no_entries_changes_nothing(database: Database, orders: RollupVie
     assert orders.read() == []
 
 
-def test_a_rollback_adds_nothing(database: Database, orders: RollupView) -> None:
-    with database.connection() as connection, connection.transaction(force_rollback=True):
-        orders.add(connection, [entry()])
-    assert orders.read() == []
-
-
 def test_a_bucket_is_a_moment_whatever_its_time_zone(database: Database, orders: RollupView) -> None:
     add(database, orders, [entry(), entry(NOON.astimezone(timezone(timedelta(hours=9))))])
     assert [(bucket.bucket, bucket.count) for bucket in orders.read()] == [(NOON, 2)]
