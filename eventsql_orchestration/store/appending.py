@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter, methodcaller
 from typing import Any, Final, Literal, TypeAlias
@@ -13,7 +14,7 @@ from eventsql_orchestration.database.binary import INTEGER, TEXT, UUID, decode_b
 from eventsql_orchestration.database.rows import fetch_first
 from eventsql_orchestration.database.single_statement import RawRow, SingleStatement, fetch_raw
 from eventsql_orchestration.errors import AggregateClosedError, ConcurrentAppendError, DatabaseError, ValidationError
-from eventsql_orchestration.store.change import Change, encode_metadata
+from eventsql_orchestration.store.change import Change
 from eventsql_orchestration.validation import check_whole, shown
 
 ExpectedVersion: TypeAlias = int | Literal["any", "exists", "none"]
@@ -46,13 +47,13 @@ class Appending:
     def values(self) -> dict[str, Any]:
         """The values for psycopg. An array is None if every change has the default."""
         changes = self.changes
-        versions = [change.schema_version for change in changes]
+        versions, described = [change.schema_version for change in changes], any(change.metadata for change in changes)
         return {
             "type": self.type, "id": self.id, "expected": self.expected, "count": len(changes),
             "kinds": [change.kind for change in changes], "data": [change.encoded for change in changes],
             "schema_versions": versions if max(versions) > 1 else None,
             "change_ids": [change.id for change in changes] if self.ids else None,
-            "metadata": list(map(encode_metadata, changes)) if any(change.metadata for change in changes) else None,
+            "metadata": [json.dumps(change.metadata, ensure_ascii=False) for change in changes] if described else None,
         }  # fmt: skip
 
     @property

@@ -215,11 +215,6 @@ class RecordedChange:
         return f"<RecordedChange {self.kind} {self.aggregate_type}/{self.aggregate_id}@{self.version}>"
 
 
-def encode_metadata(change: Change) -> str:
-    """A change's metadata as JSON text."""
-    return json.dumps(change.metadata, ensure_ascii=False) if change.metadata else "{}"
-
-
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """The state of an aggregate at `version`. `schema_version` is the version of the state's form."""
