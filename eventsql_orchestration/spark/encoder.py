@@ -5,7 +5,6 @@ Runs in Spark's tasks, so it imports neither pyspark nor the database floor.
 
 from __future__ import annotations
 
-import json
 import random
 import struct
 from array import array
@@ -22,6 +21,7 @@ from eventsql_orchestration.database.binary import BYTEA, JSON, NULL, TEXT
 from eventsql_orchestration.errors import InvalidPublicationError, PartitionOutOfRangeError, TopicNotFoundError
 from eventsql_orchestration.model import MAX_KEY_BYTES, NOT_PARTITIONED, check_partition
 from eventsql_orchestration.publishing.block_format import MOST_BYTES, MOST_EVENTS, EncodedBlock, array_field
+from eventsql_orchestration.publishing.copy_format import encode_metadata
 from eventsql_orchestration.topics.partitioner import partition_of_key
 from eventsql_orchestration.validation import MAX_VALUE_BYTES, check_metadata
 
@@ -145,14 +145,14 @@ class Encoder:
         if column is None:
             if not self.headers:
                 return None
-            return pa.repeat(pa.scalar(_json(self.headers).encode(), pa.binary()), rows)
+            return pa.repeat(pa.scalar(encode_metadata(self.headers), pa.binary()), rows)
         texts: dict[tuple[tuple[str, str], ...], bytes] = {}
         encoded: list[bytes] = []
         for entries in _text("headers", column).to_pylist():
             headers = tuple(entries or ())
             known = texts.get(headers)
             if known is None:
-                known = texts[headers] = _json(_checked({**dict(headers), **self.headers})).encode()
+                known = texts[headers] = encode_metadata(_checked({**dict(headers), **self.headers}))
             encoded.append(known)
         return pa.array(encoded, pa.binary()) if any(text != _NO_METADATA for text in texts.values()) else None
 
@@ -162,10 +162,6 @@ def _checked(metadata: Mapping[str, str]) -> Mapping[str, str]:
         return check_metadata(metadata, error=InvalidPublicationError)
     except InvalidPublicationError as error:
         raise InvalidPublicationError(f"column 'headers': {error}") from None
-
-
-def _json(metadata: Mapping[str, str]) -> str:
-    return json.dumps(dict(metadata), ensure_ascii=False, separators=(",", ":"))
 
 
 def _cuts(encoded: Sequence[Any], start: int, length: int) -> Iterator[tuple[int, int]]:

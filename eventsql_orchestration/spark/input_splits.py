@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from eventsql_orchestration.model import OffsetRange
-from eventsql_orchestration.spark.adbc import Piece
 from eventsql_orchestration.spark.log_planner import Logs
+from eventsql_orchestration.spark.log_tasks import Piece
 from eventsql_orchestration.spark.ranges import PROBES, Interval, even_tasks
 from eventsql_orchestration.spark.read_options import ReadOptions
 

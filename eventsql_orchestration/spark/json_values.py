@@ -51,7 +51,7 @@ class ValueDecoder:
 
     def decode(self, values: pa.Array, topic: str, offsets: Sequence[int] | None) -> pa.Array:
         """Decode values. With `fail_fast`, which needs the offsets, raises `ValidationError` that names the event."""
-        convert = _struct(self.type, fail_fast=self.fail_fast)
+        convert = self._struct(self.type)
         decoded: list[Any] = []
         for number, value in enumerate(values.to_pylist()):
             try:
@@ -62,6 +62,53 @@ class ValueDecoder:
                     raise ValidationError(f"column 'value': event{at} of topic {topic!r} {error}") from None
                 decoded.append({})
         return pa.array(decoded, type=self.type)
+
+    def _converter(self, kind: pa.DataType) -> _Converter:
+        if pa.types.is_struct(kind):
+            return self._struct(kind)
+        if pa.types.is_list(kind):
+            item = self._or_null(kind.value_field)
+            return lambda value: [item(each) for each in _of(list, value)]
+        if pa.types.is_map(kind):
+            item = self._or_null(kind.item_field)
+            return lambda value: [(_string(name), item(each)) for name, each in _of(dict, value).items()]
+        simple = _simple(kind)
+        assert simple is not None, "check_type has refused it"
+        return simple
+
+    def _struct(self, kind: pa.StructType) -> _Converter:
+        fields = [(field.name, self._field(field)) for field in kind]
+
+        def convert(value: Any) -> dict[str, Any]:
+            given = _of(dict, value)
+            return {name: field(given.get(name)) for name, field in fields}
+
+        return convert
+
+    def _or_null(self, field: pa.Field) -> _Converter:
+        convert = self._converter(field.type)
+
+        def converted(value: Any) -> Any:
+            if value is not None:
+                return convert(value)
+            if not field.nullable:
+                raise _MismatchError("null, or nothing, is not allowed")
+            return None
+
+        return converted
+
+    def _field(self, field: pa.Field) -> _Converter:
+        convert = self._or_null(field)
+
+        def converted(value: Any) -> Any:
+            try:
+                return convert(value)
+            except _MismatchError as error:
+                if field.nullable and not self.fail_fast:
+                    return None
+                raise _MismatchError(f"has another {field.name!r}: {error}") from None
+
+        return converted
 
 
 def check_type(kind: pa.DataType, name: str = "value") -> None:
@@ -100,57 +147,6 @@ class _Number(float):
     def __init__(self, text: str) -> None:
         super().__init__()
         self.text = text
-
-
-def _converter(kind: pa.DataType, *, fail_fast: bool) -> _Converter:
-    if pa.types.is_struct(kind):
-        return _struct(kind, fail_fast=fail_fast)
-    if pa.types.is_list(kind):
-        item = _or_null(kind.value_field, fail_fast=fail_fast)
-        return lambda value: [item(each) for each in _of(list, value)]
-    if pa.types.is_map(kind):
-        item = _or_null(kind.item_field, fail_fast=fail_fast)
-        return lambda value: [(_string(name), item(each)) for name, each in _of(dict, value).items()]
-    simple = _simple(kind)
-    assert simple is not None, "check_type has refused it"
-    return simple
-
-
-def _struct(kind: pa.StructType, *, fail_fast: bool) -> _Converter:
-    fields = [(field.name, _field(field, fail_fast=fail_fast)) for field in kind]
-
-    def convert(value: Any) -> dict[str, Any]:
-        given = _of(dict, value)
-        return {name: field(given.get(name)) for name, field in fields}
-
-    return convert
-
-
-def _or_null(field: pa.Field, *, fail_fast: bool) -> _Converter:
-    convert = _converter(field.type, fail_fast=fail_fast)
-
-    def converted(value: Any) -> Any:
-        if value is not None:
-            return convert(value)
-        if not field.nullable:
-            raise _MismatchError("null, or nothing, is not allowed")
-        return None
-
-    return converted
-
-
-def _field(field: pa.Field, *, fail_fast: bool) -> _Converter:
-    convert = _or_null(field, fail_fast=fail_fast)
-
-    def converted(value: Any) -> Any:
-        try:
-            return convert(value)
-        except _MismatchError as error:
-            if field.nullable and not fail_fast:
-                return None
-            raise _MismatchError(f"has another {field.name!r}: {error}") from None
-
-    return converted
 
 
 def _of(kind: type, value: Any) -> Any:

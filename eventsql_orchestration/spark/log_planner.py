@@ -16,7 +16,7 @@ from eventsql_orchestration.database.rows import query_first
 from eventsql_orchestration.errors import ClaimLostError, ClaimNotFoundError, EventSQLError, ValidationError
 from eventsql_orchestration.model import NOT_PARTITIONED, OffsetRange, Topic, check_partition
 from eventsql_orchestration.sharding import ShardSet
-from eventsql_orchestration.spark.adbc import report_loss
+from eventsql_orchestration.spark.log_tasks import report_loss
 from eventsql_orchestration.spark.offset_bounds import FIRST, Bound, OffsetBounds
 from eventsql_orchestration.spark.options import naming_option
 from eventsql_orchestration.spark.ranges import SAMPLE, Interval, Occupied, Stretch, equal_parts

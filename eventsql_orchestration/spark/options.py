@@ -114,7 +114,7 @@ class WriteOptions:
             given.refuse("a stream keeps its progress in its checkpoint", "claim")
         claim = given.number("claim", 1, MAX_BIGINT)
         batch = given.number("batchId", 0, MAX_BIGINT, default=0)
-        writer = given.text("writerId")
+        topic, writer = given.text("topic"), given.text("writerId")
         if writer is not None:
             check_text("option writerId", writer, most=MAX_WRITER_BYTES)
         if claim is None:
@@ -123,7 +123,7 @@ class WriteOptions:
                 given.refuse("it numbers the batches of a writer, and no writerId is given", "batchId")
         return cls(
             source=given.source(),
-            topic=given.topic("topic"),
+            topic=None if topic is None else checked_topic("topic", topic),
             headers=given.headers(),
             writer=writer or (None if claim is None else f"claim-{claim}"),
             batch=batch,
@@ -139,6 +139,12 @@ def naming_option(name: str) -> Iterator[None]:
         yield
     except (ConfigurationError, ConsumerNotFoundError, ValidationError) as error:
         raise type(error)(f"{name}: {error}") from None
+
+
+def checked_topic(option: str, name: str) -> str:
+    """Return the topic's name of an option, or raise `InvalidNameError`."""
+    with naming_option(f"option {option}"):
+        return check_topic_name(name)
 
 
 class Given:
@@ -177,11 +183,6 @@ class Given:
         if value is not None and not value.strip():
             raise ValidationError(f"option {name} is empty")
         return value
-
-    def topic(self, name: str) -> str | None:
-        value = self.text(name)
-        with naming_option(f"option {name}"):
-            return None if value is None else check_topic_name(value)
 
     @overload
     def number(self, name: str, least: int, most: int) -> int | None: ...

@@ -7,9 +7,18 @@ from dataclasses import dataclass, replace
 
 from eventsql_orchestration.consumer import EventFilter
 from eventsql_orchestration.errors import ConfigurationError, ValidationError
-from eventsql_orchestration.model import NOT_PARTITIONED, check_topic_name
+from eventsql_orchestration.model import NOT_PARTITIONED
 from eventsql_orchestration.spark.offset_bounds import OffsetBounds, is_whole, object_in, parse_bounds
-from eventsql_orchestration.spark.options import ENDS, READ, STARTS, Given, Source, TaskOptions, naming_option
+from eventsql_orchestration.spark.options import (
+    ENDS,
+    READ,
+    STARTS,
+    Given,
+    Source,
+    TaskOptions,
+    checked_topic,
+    naming_option,
+)
 from eventsql_orchestration.validation import MAX_BIGINT, check_name
 
 
@@ -102,7 +111,7 @@ def _topics(given: Given, *, claimed: bool) -> dict[str, tuple[int, ...] | None]
         )
     partition = given.number("partition", NOT_PARTITIONED, MAX_BIGINT, default=NOT_PARTITIONED)
     partitions = None if partition == NOT_PARTITIONED else (partition,)
-    return {_topic("subscribe", name.strip()): partitions for name in text.split(",")}
+    return {checked_topic("subscribe", name.strip()): partitions for name in text.split(",")}
 
 
 def _assigned(text: str) -> dict[str, tuple[int, ...] | None]:
@@ -111,7 +120,7 @@ def _assigned(text: str) -> dict[str, tuple[int, ...] | None]:
         if not isinstance(partitions, list) or not partitions or not all(map(is_whole, partitions)):
             raise ValidationError(f"option assign: topic {topic!r} needs a list of partitions, such as [0, 2]")
         whole = partitions == [NOT_PARTITIONED]
-        topics[_topic("assign", topic)] = None if whole else tuple(sorted(set(partitions)))
+        topics[checked_topic("assign", topic)] = None if whole else tuple(sorted(set(partitions)))
     if not topics:
         raise ValidationError("option assign names no topic")
     return topics
@@ -124,8 +133,3 @@ def _filter(given: Given) -> EventFilter | None:
     conditions = object_in("filter", text, '{"keys": ["ann"]}')
     with naming_option("option filter"):
         return EventFilter.from_json(conditions)
-
-
-def _topic(option: str, name: str) -> str:
-    with naming_option(f"option {option}"):
-        return check_topic_name(name)

@@ -4,9 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Final
 
 import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
 from pyspark.sql.datasource import DataSourceReader, Filter, InputPartition
@@ -14,17 +13,11 @@ from pyspark.sql.pandas.types import from_arrow_type, to_arrow_schema
 from pyspark.sql.types import DataType, StructField, StructType
 
 from eventsql_orchestration.errors import ValidationError
-from eventsql_orchestration.model import MAX_PARTITIONS, NOT_PARTITIONED, OffsetRange
-from eventsql_orchestration.spark.adbc import TYPES, Piece, Projection, read_batches
 from eventsql_orchestration.spark.filters import Conditions, push
 from eventsql_orchestration.spark.json_values import ValueDecoder, check_type
+from eventsql_orchestration.spark.log_tasks import TYPES, Piece, Projection, read_batches
 from eventsql_orchestration.spark.options import READ, Given
 from eventsql_orchestration.spark.read_options import ReadOptions
-
-if TYPE_CHECKING:
-    from eventsql_orchestration.spark.input_splits import Wanted
-    from eventsql_orchestration.spark.log_planner import Logs
-    from eventsql_orchestration.spark.multi_log_planner import AllLogs
 
 _TYPES: Final[dict[str, DataType]] = {name: from_arrow_type(kind) for name, kind in TYPES.items()}
 
@@ -107,19 +100,6 @@ class Reading:
             schema.fieldNames(), _decoder(schema, fail_fast=options.fail_fast), options.fail_on_data_loss
         )
 
-    def logs(self, shards: Collection[str] | None = None) -> AllLogs:
-        """The logs to read, of all shards or of `shards`."""
-        # Tasks import this module, too, and must not wait for the database floor to load.
-        from eventsql_orchestration.spark.multi_log_planner import AllLogs  # noqa: PLC0415
-
-        return AllLogs(self._options, shards)
-
-    def splits(self, wanted: Sequence[Wanted]) -> list[Split]:
-        """The wanted ranges as even tasks."""
-        from eventsql_orchestration.spark.input_splits import even_splits  # noqa: PLC0415 - as in `logs`
-
-        return [Split(pieces) for pieces in even_splits(self._options, wanted)]
-
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         # Spark makes a partition of its own if there is none.
         if not isinstance(partition, Split):
@@ -141,50 +121,13 @@ class BatchReader(Reading, DataSourceReader):
     A log grows only at its end, in the order of its offsets, so all tasks together read one snapshot.
     """
 
-    def __init__(self, options: ReadOptions, schema: StructType) -> None:
-        super().__init__(options, schema)
-        self._conditions = Conditions()
+    _conditions = Conditions()
 
     def partitions(self) -> Sequence[InputPartition]:
-        from eventsql_orchestration.spark.input_splits import Wanted  # noqa: PLC0415 - as in `Reading.logs`
+        # Tasks import this module, too, and must not wait for the database floor to load.
+        from eventsql_orchestration.spark.batch_planner import plan_batch  # noqa: PLC0415
 
-        conditions = self._conditions
-        with self.logs(conditions.shards) as every:
-            if self._options.claim is not None:
-                (logs,) = every
-                offsets, chosen = logs.claimed(self._options.claim)
-                # A consumer goes on with the events that a forced retention has left.
-                ranges = [Wanted(logs, offsets)]
-            else:
-                chosen, ranges = self._options.filter, self._ranges(every)
-            conditions = conditions.with_consumer(chosen, self._options.source.schema)
-            return self.splits(
-                [
-                    replace(each, offsets=narrow, rows=conditions.rows)
-                    for each in ranges
-                    for narrow in _narrowed(each.offsets, conditions, each.logs)
-                ]
-            )
-
-    def _ranges(self, every: AllLogs) -> list[Wanted]:
-        from eventsql_orchestration.spark.input_splits import Wanted  # noqa: PLC0415 - as in `Reading.logs`
-
-        every.check_bounds()
-        options, extents = self._options, every.extents()
-        ranges = []
-        for tp, start in every.starts(extents).items():
-            logs = every.of(tp)
-            end = logs.end(tp, extents[tp.log])
-            if end < start and options.starting.given and options.ending.given:
-                raise ValidationError(
-                    f"option {options.ending.option}: {end} lies before {options.starting.option}, {start}, of {tp}"
-                )
-            # An open transaction may have got offsets before the end. Its events must not appear during the read.
-            extent = extents[tp.log]
-            end = min(end, max(extent.settled + 1, extent.floor))
-            offsets = OffsetRange(tp.topic, tp.partition, start - 1, max(end, start) - 1)
-            ranges.append(Wanted(logs, offsets, complete=logs.begins_at_offset(tp)))
-        return ranges
+        return [Split(pieces) for pieces in plan_batch(self._options, self._conditions)]
 
 
 class FilteringReader(BatchReader):
@@ -193,21 +136,3 @@ class FilteringReader(BatchReader):
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
         self._conditions, left = push(filters)
         return left
-
-
-def _narrowed(offsets: OffsetRange, conditions: Conditions, logs: Logs) -> list[OffsetRange]:
-    """The part of a range that can meet the conditions, split by partition if they name some."""
-    if conditions.topics is not None and offsets.topic not in conditions.topics:
-        return []
-    after = max(offsets.after, conditions.after)
-    narrow = replace(offsets, after=after, upto=max(after, min(offsets.upto, conditions.upto)))
-    if conditions.partitions is None:
-        return [narrow]
-    if offsets.partition != NOT_PARTITIONED:
-        return [narrow] if offsets.partition in conditions.partitions else []
-    topic = logs.registry.cached_topic(offsets.topic)
-    if not topic.partitioned:
-        return [narrow]
-    # Include partitions that the topic has lost: events keep their partition.
-    possible = sorted(partition for partition in conditions.partitions if 0 <= partition < MAX_PARTITIONS)
-    return [replace(narrow, partition=partition) for partition in possible]

@@ -17,7 +17,7 @@ from eventsql_orchestration.spark.filters import Conditions
 from eventsql_orchestration.spark.offset_bounds import FIRST
 from eventsql_orchestration.spark.ranges import shares
 from eventsql_orchestration.spark.read_options import ReadOptions
-from eventsql_orchestration.spark.reader import Reading
+from eventsql_orchestration.spark.reader import Reading, Split
 from eventsql_orchestration.spark.shards import ALONE, naming
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
         return {tp: extents[tp.log].settled for tp in logs.topic_partitions}
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
-        from eventsql_orchestration.spark.input_splits import Wanted  # noqa: PLC0415 - as in `Reading.logs`
+        from eventsql_orchestration.spark.input_splits import Wanted, even_splits  # noqa: PLC0415 - see `_open`
 
         # After a restart, this may be the first call.
         every, starts, ends = self._open(), self._nexts(start), self._nexts(end)
@@ -114,7 +114,7 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
                     rows = Conditions().with_consumer(filters.get(tp.topic), self._options.source.schema).rows
                     # A partition that the checkpoint does not have yet is read from its beginning.
                     wanted.append(Wanted(logs, offsets, rows, complete=self._found(start, tp) is not None))
-        return self.splits(wanted)
+        return [Split(pieces) for pieces in even_splits(self._options, wanted)]
 
     def commit(self, end: dict[str, Any]) -> None:
         if self._options.consumer is not None:
@@ -128,14 +128,16 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
 
     def _open(self) -> AllLogs:
         if self._opened is None:
-            self._opened = self.logs()
+            # Tasks import this module, too, and must not wait for the database floor to load.
+            from eventsql_orchestration.spark.multi_log_planner import AllLogs  # noqa: PLC0415
+
+            self._opened = AllLogs(self._options)
         return self._opened
 
     def _progress(self) -> Mapping[str | None, StreamProgress]:
         """The consumer's progress on each shard; empty without a consumer."""
         if not self._consuming and self._options.consumer is not None:
-            # Tasks import this module, too; see `Reading.logs`.
-            from eventsql_orchestration.spark.progress import StreamProgress  # noqa: PLC0415
+            from eventsql_orchestration.spark.progress import StreamProgress  # noqa: PLC0415 - see `_open`
 
             for logs in self._open():
                 with naming(logs.shard):

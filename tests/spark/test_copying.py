@@ -22,8 +22,9 @@ from pyspark.sql.types import (
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError, ValidationError
 from eventsql_orchestration.model import NOT_PARTITIONED, OffsetRange
-from eventsql_orchestration.spark.adbc import CopyConnection, CutOffError, Piece, Projection, RefusedError, read_batches
+from eventsql_orchestration.spark.adbc import CopyConnection, CutOffError, RefusedError
 from eventsql_orchestration.spark.copying import TableCopy, copy_frame
+from eventsql_orchestration.spark.log_tasks import Piece, Projection, read_batches
 from eventsql_orchestration.spark.options import Source
 from tests.waiting import wait_until
 
@@ -125,6 +126,6 @@ def test_an_error_of_this_machine_in_a_read_stays_as_it_is(source: Source, monke
     def decode(*_: object) -> None:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr("eventsql_orchestration.spark.adbc._events", decode)
+    monkeypatch.setattr("eventsql_orchestration.spark.log_tasks._events", decode)
     with pytest.raises(OSError, match="Too many open files"):
         list(read_batches(source, [Piece(RANGE, "orders_event", 1)], Projection(["offset"])))

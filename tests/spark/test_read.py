@@ -34,7 +34,8 @@ from eventsql_orchestration.errors import (
     ValidationError,
 )
 from eventsql_orchestration.spark import eventsql_error, range_options
-from eventsql_orchestration.spark.adbc import TYPES, Piece, Projection, known_database, read_batches
+from eventsql_orchestration.spark.adbc import known_database
+from eventsql_orchestration.spark.log_tasks import TYPES, Piece, Projection, read_batches
 from eventsql_orchestration.spark.options import Source
 from eventsql_orchestration.spark.ranges import Occupied, Stretch, equal_parts, even_tasks, shares
 from eventsql_orchestration.spark.reader import Split, read_schema
@@ -337,7 +338,7 @@ def test_a_read_does_not_load_pandas_either(dsn: str, orders: str) -> None:
     program = f"""
 import sys
 from eventsql_orchestration.model import OffsetRange
-from eventsql_orchestration.spark.adbc import Piece, Projection, read_batches
+from eventsql_orchestration.spark.log_tasks import Piece, Projection, read_batches
 from eventsql_orchestration.spark.options import Source
 
 columns = ["key", "value", "topic", "partition", "offset", "timestamp"]

@@ -12,8 +12,8 @@ from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import BrokenBlockError
 from eventsql_orchestration.model import OffsetRange, Storage
-from eventsql_orchestration.spark.adbc import Piece, Projection, read_batches
 from eventsql_orchestration.spark.blocks import MOST_EVENTS
+from eventsql_orchestration.spark.log_tasks import Piece, Projection, read_batches
 from eventsql_orchestration.spark.options import Source
 
 COLUMNS = ["key", "value", "partition", "offset", "timestamp", "headers"]
