@@ -44,6 +44,9 @@ Given = TypeVar("Given")
 ONE_SHARD: Final = "name one shard (--shard NAME, in Python platform.shards[i])"
 """The advice where only one shard can be meant."""
 
+REPLACED_SECONDS: Final = 10.0
+"""Seconds after its deadline in which an event is placed anew, if this process knew only an older set of shards."""
+
 PENDING_POLL: Final = 0.05
 """Seconds between two checks whether a shard that is being added takes events."""
 
@@ -339,8 +342,12 @@ class Cluster:
                 self.reconsider(error, [topic], deadline)
 
     def reconsider(self, error: RegistryError, topics: Iterable[str], deadline: float) -> None:
-        """Read the shards again after a shard refused events. Raises `error` if the deadline is over."""
-        if time.monotonic() > deadline:
+        """Read the shards again after a shard refused events. Raises `error` if the deadline is over.
+
+        A set of shards that was only old needs no waiting: the next attempt knows the new one, whatever the deadline.
+        """
+        replaced = isinstance(error, WrongShardError) and not isinstance(error, ShardPendingError)
+        if time.monotonic() > deadline + (REPLACED_SECONDS if replaced else 0.0):
             raise error
         for topic in topics:
             for shard in self._shards:
