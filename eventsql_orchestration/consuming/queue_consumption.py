@@ -140,7 +140,9 @@ class QueueConsumption(Running):
                     self._ahead.adapt(waiting=len(self._backlog.ready))
                 for partition in self._to_fetch(partitions, found):
                     self._fetch_partition(partition, found[partition] or 0.0)
-                self._fault = None
+                if self._fault is not None:
+                    self._fault = None
+                    logger.info("%s goes on", self._name)
             except BaseException as error:  # noqa: BLE001 - reported; the consumer would stop silently
                 self._report(error)
                 with self._fetching:

@@ -225,7 +225,7 @@ class Consumption(Running):
             asked = {slot.key.partition: slot.needed(now) for slot in slots}
             try:
                 found = self._look(asked)
-                self._faults.pop(self._name, None)
+                self._answered(self._name)
             except BaseException as error:  # noqa: BLE001 - reported
                 # If the thread died, its partitions would stop silently.
                 self._report(self._name, error)
@@ -312,7 +312,7 @@ class Consumption(Running):
         try:
             outcome = self._poll(key, self._cancellation)
             if self._faults:
-                self._faults.pop(str(key), None)
+                self._answered(str(key))
             return outcome
         except ClaimLostError as error:
             logger.info("%s", error)
@@ -321,6 +321,10 @@ class Consumption(Running):
             # If the thread died, for instance of a handler's sys.exit(), its partitions would stop silently.
             self._report(str(key), error)
             return PollOutcome(due_in=FAULT_DELAY, deaf=True)
+
+    def _answered(self, what: str) -> None:
+        if self._faults.pop(what, None) is not None:
+            logger.info("%s goes on", what)
 
     def _report(self, what: str, error: BaseException) -> None:
         if self._cancellation.cancelled:

@@ -130,7 +130,9 @@ class Transfer:
                 stop.wait(pause)
                 pause = min(pause * 2, max(longest, MAX_RETRY_DELAY))
                 continue
-            pause, fault = FIRST_DELAY, None
+            if fault is not None:
+                logger.info("the transfer goes on")
+                pause, fault = FIRST_DELAY, None
             if counts and on_moved is not None:
                 on_moved(counts)
             if again:

@@ -161,6 +161,8 @@ class QueueWorkers(Running):
                     max_messages=self._max_messages, visibility_timeout=self._visibility_timeout
                 )
                 pause = 0.0 if messages else self._queue.pause()
+                if failures:
+                    logger.info("a worker of queue %r goes on", self._queue.name)
                 failures = 0
             except (ClosedError, QueueNotFoundError) as error:
                 logger.warning("a worker of queue %r ends: %s", self._queue.name, error)

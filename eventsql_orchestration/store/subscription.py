@@ -300,6 +300,7 @@ class Subscription:
         """Handle changes until `stop` is set: at once on a notification, and every `polling_delay` seconds."""
         polling_delay = in_seconds(self._options.polling_delay)
         unsubscribe = None if self._listener is None else self._listener.subscribe(STORE, None, self._wake.set)
+        waits = False
         try:
             while not stop.is_set():
                 self._wake.clear()
@@ -314,7 +315,7 @@ class Subscription:
                     return
                 except (psycopg.Error, EventSQLError) as error:
                     logger.warning("subscription %s goes on in %.0f s: %s", self.name, FAULT_DELAY, error)
-                    delay = FAULT_DELAY
+                    delay, waits = FAULT_DELAY, True
                 except BaseException as error:
                     # A handler may wrap the error of a lost connection in its own error, or raise an error that would
                     # end a thread silently. Only the program ends its main thread.
@@ -323,6 +324,9 @@ class Subscription:
                     logger.exception("subscription %s goes on in %.0f s", self.name, FAULT_DELAY)
                     delay = FAULT_DELAY
                 else:
+                    if waits:
+                        logger.info("subscription %s goes on", self.name)
+                        waits = False
                     if progress.more:
                         continue
                     delay = min(delay, progress.due_in or delay)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import select
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -12,12 +14,14 @@ import pytest
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.consumer import ConsumerState
-from eventsql_orchestration.consuming import deliveries, failures, lost_connections, worker_pool
+from eventsql_orchestration.consuming import deliveries, failures, lost_connections, queue_consumption, worker_pool
 from eventsql_orchestration.consuming.leases import Lease
 from eventsql_orchestration.consuming.lost_connections import FREE_LOSSES, LostConnections
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import DatabaseFullError, DatabaseUnavailableError
+from eventsql_orchestration.queue import Queue
+from eventsql_orchestration.store import subscription
 from tests.effects import DISK_IS_FULL, effects, fail_and_close, make_table, stand_still, take_too_long, write
 from tests.fixtures import Terminate, Until
 from tests.relay import relayed
@@ -149,6 +153,44 @@ def test_an_event_that_loses_its_connection_again_and_again_becomes_a_dead_lette
     assert consume(platform, handler, times=10) == 0
     assert effects(platform) == OTHERS
     assert len(reasons(platform)) == 1
+
+
+def test_each_that_waited_for_the_server_tells_that_it_goes_on(
+    platform: EventSQL, server: EmbeddedPostgres, until: Until, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    for module in (worker_pool, queue_consumption):
+        monkeypatch.setattr(module, "IDLE_POLLING", 0.02)
+    for module in (worker_pool, queue_consumption, subscription):
+        monkeypatch.setattr(module, "FAULT_DELAY", 0.1)
+    waiting = (
+        "consumer 'mailer' of topic 'orders'", "consumer 'returns' of topic 'orders'", "a worker of queue 'jobs'",
+        "subscription letters", "the transfer",
+    )  # fmt: skip
+
+    def told(level: int, ending: str = "") -> set[str]:
+        texts = [each.getMessage() for each in caplog.records if each.levelno == level]
+        return {who for who in waiting for text in texts if text.startswith(who) and text.endswith(ending)}
+
+    platform.registry.register_consumer(Consumer("orders", "returns"))
+    stop = threading.Event()
+    transferring = threading.Thread(target=platform.transfer.run, args=(stop,), kwargs={"polling_delay": 0.02})
+    with (
+        caplog.at_level(logging.INFO),
+        platform.consumers.start_batch("orders", "mailer", write, polling_delay=0.02),
+        platform.consumers.start_queue("orders", "returns", lambda _event: None, polling_delay=0.02),
+        Queue(platform, "jobs").work(lambda _message, _connection: None),
+        platform.store.subscribe("letters", lambda _change, _connection: None),
+    ):
+        transferring.start()
+        server.stop(mode="immediate")
+        try:
+            until(lambda: told(logging.WARNING) == set(waiting))
+        finally:
+            server.start()
+        until(lambda: told(logging.INFO, " goes on") == set(waiting))
+        stop.set()
+        transferring.join()
 
 
 def test_connections_that_are_lost_within_a_minute_cost_nothing(platform: EventSQL, terminate: Terminate) -> None:
