@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import deque
@@ -20,7 +19,7 @@ from eventsql_orchestration.consuming.queue_backlog import Ahead, Backlog
 from eventsql_orchestration.consuming.queue_handler import HandlerOfOne, Outcome, QueueHandler
 from eventsql_orchestration.consuming.running import Running
 from eventsql_orchestration.consuming.tracebacks import logger_of_errors
-from eventsql_orchestration.consuming.worker_pool import FAULT_DELAY, IDLE_POLLING
+from eventsql_orchestration.consuming.worker_pool import FAULT_DELAY, IDLE_POLLING, log_fault
 from eventsql_orchestration.database.notifications import LOG, Listener
 from eventsql_orchestration.errors import ClaimLostError, DatabaseBusyError, DatabaseUnavailableError, EventSQLError
 from eventsql_orchestration.retry import pause_while_away
@@ -420,13 +419,6 @@ class QueueConsumption(Running):
 
     def _report(self, error: BaseException) -> None:
         if isinstance(error, EventSQLError):
-            # The error says what to do, so a traceback adds nothing. A lasting error is logged once.
-            level, effect = logging.ERROR, "could not be consumed; trying again"
-            if isinstance(error, DatabaseUnavailableError | DatabaseBusyError):
-                level, effect = logging.WARNING, "waits for the database"
-            if self._fault == str(error):
-                level = logging.DEBUG
-            self._fault = str(error)
-            logger.log(level, "%s %s: %s", self._name, effect, error)
+            self._fault = log_fault(logger, self._name, error, again="trying again", logged=self._fault)
         else:
             logger.error("%s met an unexpected error; trying again", self._name, exc_info=error)

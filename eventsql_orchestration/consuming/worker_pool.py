@@ -69,11 +69,7 @@ class PollOptions:
     ) -> PollOptions:  # fmt: skip
         """Raises `ValidationError`."""
         check_batch(min_events, max_events)
-        return cls(
-            min_events, max_events,
-            in_seconds(polling_delay),
-            in_seconds(max_polling_delay),
-        )  # fmt: skip
+        return cls(min_events, max_events, in_seconds(polling_delay), in_seconds(max_polling_delay))
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,14 +326,8 @@ class Consumption(Running):
         if self._cancellation.cancelled:
             logger.info("%s was stopped in the middle of a batch, which is rolled back: %s", what, error)
         elif isinstance(error, EventSQLError):
-            # The error says what to do, so a traceback adds nothing. A lasting error is logged once, not every 5 s.
-            level, effect = logging.ERROR, f"could not be consumed; trying again every {FAULT_DELAY:.0f} s"
-            if isinstance(error, DatabaseUnavailableError | DatabaseBusyError):
-                level, effect = logging.WARNING, "waits for the database"
-            if self._faults.get(what) == str(error):
-                level = logging.DEBUG
-            self._faults[what] = str(error)
-            logger.log(level, "%s %s: %s", what, effect, error)
+            again = f"trying again every {FAULT_DELAY:.0f} s"
+            self._faults[what] = log_fault(logger, what, error, again=again, logged=self._faults.get(what))
         else:
             logger.error("%s met an unexpected error; trying again in %.0f s", what, FAULT_DELAY, exc_info=error)
 
@@ -369,3 +359,16 @@ class Consumption(Running):
             slot.due = now + due_in
             self._idle[slot.key.partition] = slot
             self._poller.notify()
+
+
+def log_fault(log: logging.Logger, what: str, error: EventSQLError, *, again: str, logged: str | None) -> str:
+    """Log that an error keeps a consumer from its events, and return the error's text.
+
+    The error says what to do, so a traceback adds nothing. If its text is the one `logged` last, the error lasts, and
+    is logged at the level DEBUG.
+    """
+    level, effect = logging.ERROR, f"could not be consumed; {again}"
+    if isinstance(error, DatabaseUnavailableError | DatabaseBusyError):
+        level, effect = logging.WARNING, "waits for the database"
+    log.log(logging.DEBUG if str(error) == logged else level, "%s %s: %s", what, effect, error)
+    return str(error)

@@ -331,11 +331,11 @@ def test_a_publisher_with_the_old_set_is_refused_in_the_transaction_that_would_h
     assert numbers(platform, MOVING) == {name: [0, 1, 2], "shard-3": [3]}
 
 
-@pytest.mark.parametrize("patience", [10.0, 0.0])
+@pytest.mark.parametrize("shard_timeout", [10.0, 0.0])
 def test_a_process_without_the_url_of_the_new_shard_says_what_it_lacks(
-    dsns: list[str], opened: Open, addition: Adding, patience: float
+    dsns: list[str], opened: Open, addition: Adding, shard_timeout: float
 ) -> None:
-    platform = opened(*dsns[:2], shard_timeout=patience)
+    platform = opened(*dsns[:2], shard_timeout=shard_timeout)
     platform.publisher.publish(publication(MOVING, 0))
     addition(dsns).execute()
     with pytest.raises(ShardSetError, match=r"no URL of shard 'shard-3'.*add_url"):
