@@ -39,11 +39,13 @@ def test_every_process_that_stays_has_a_health_check_and_waits_for_what_it_needs
 
 
 @pytest.mark.parametrize("name", ["code", "daemon"])
-def test_a_health_check_of_dagster_is_a_command_with_options_that_it_has(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("what", ["command", "health check"])
+def test_a_process_of_dagster_and_its_health_check_are_commands_with_options_that_they_have(
+    name: str, what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    word, program, *arguments = SERVICES[name]["healthcheck"]["test"]
-    assert word == "CMD"
+    words = SERVICES[name]["command"] if what == "command" else SERVICES[name]["healthcheck"]["test"][1:]
+    program, *arguments = words
+    assert SERVICES[name]["healthcheck"]["test"][0] == "CMD"
     (entry,) = entry_points(group="console_scripts", name=program)
     commands = [each for each in arguments if re.fullmatch(r"[a-z][a-z-]*", each)]
     monkeypatch.setattr(sys, "argv", [program, *commands, "--help"])
