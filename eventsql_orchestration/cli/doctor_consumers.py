@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from typing import Final
 
 from eventsql_orchestration.cli.findings import Finding, ok, problem, warning
@@ -82,24 +82,39 @@ def unattended_findings(shard: Shard) -> Iterator[Finding]:
 
 
 def idle_findings(shard: Shard) -> Iterator[Finding]:
-    """Consumers that nobody runs, as far as can be seen: events wait, and none was consumed for ten minutes."""
-    waiting: dict[tuple[str, str], list[ConsumerLag]] = {}
-    for lag in without_backfills(shard.lag()):
-        if lag.cause is LagCause.WAITING:
-            waiting.setdefault((lag.topic, lag.consumer), []).append(lag)
-    if not waiting:
+    """Partitions that nobody consumes, as far as can be seen: events wait, and none was consumed for ten minutes."""
+    late = [
+        lag
+        for lag in without_backfills(shard.lag())
+        if lag.cause is LagCause.WAITING and lag.seconds > IDLE.total_seconds()
+    ]
+    if not late:
         return
-    recent = datetime.now(UTC) - IDLE
-    states = shard.registry.consumers()
-    busy = {(each.topic, each.name) for each in states if (each.last_consumption_at or recent) > recent}
-    for (topic, name), lags in waiting.items():
-        seconds = max(lag.seconds for lag in lags)
-        if seconds > IDLE.total_seconds() and (topic, name) not in busy:
-            events = sum(lag.events for lag in lags)
+    busy = {
+        (each.topic, each.name, each.partition)
+        for each in shard.registry.consumers()
+        if each.last_consumption_at is not None and each.last_consumption_at > each.read_at - IDLE
+    }
+    idle: dict[tuple[str, str], list[ConsumerLag]] = {}
+    for lag in late:
+        if (lag.topic, lag.consumer, lag.partition) not in busy:
+            idle.setdefault((lag.topic, lag.consumer), []).append(lag)
+    beside = {(topic, name) for topic, name, _partition in busy}
+    for (topic, name), lags in idle.items():
+        events, seconds = sum(lag.events for lag in lags), max(lag.seconds for lag in lags)
+        waits = f"{counted(events, 'event')} {'waits' if events == 1 else 'wait'}, the oldest for {age(round(seconds))}"
+        if (topic, name) in beside:
+            place = _place(topic, name, lags[0].partition, more=len(lags) - 1)
             yield warning(
                 "consumers",
-                f"{name} of topic {topic} has consumed nothing for ten minutes, and {counted(events, 'event')} "
-                f"{'waits' if events == 1 else 'wait'}, the oldest for {age(round(seconds))}",
+                f"{place} has consumed nothing for ten minutes, while other partitions go on, and {waits}",
+                "see whether its handler does not return, in the log of the process that runs it and in the findings "
+                "about transactions; end that process, and another goes on",
+            )
+        else:
+            yield warning(
+                "consumers",
+                f"{_place(topic, name)} has consumed nothing for ten minutes, and {waits}",
                 "start the process that runs it, or Dagster's daemon with its sensor; if nobody runs it any more: "
                 f"{advised('consumer delete --execute', topic, name)}",
             )
@@ -135,12 +150,15 @@ def dead_letter_findings(shard: Shard) -> Iterator[Finding]:
                 )
 
 
+def _place(topic: str, consumer: str, partition: int = -1, *, more: int = 0) -> str:
+    """A consumer, or one of its partitions and `more` partitions."""
+    named = "" if partition < 0 else f" partition {partition}"
+    return f"{consumer} of topic {topic}{named}" + (f" (and {more:,} more)" if more else "")
+
+
 def _failing(state: ConsumerState, topics: set[str], *, more: int = 0) -> Finding:
     """The finding about a partition with a failing event, and `more` partitions of its consumer in the same case."""
-    partition = "" if state.partition < 0 else f" partition {state.partition}"
-    if more:
-        partition += f" (and {more:,} more)"
-    name = f"{state.name} of topic {state.topic}{partition}"
+    name = _place(state.topic, state.name, state.partition, more=more)
     resume = advised("consumer resume", state.topic, state.name)
     failed = tried(state)
     dead_letters = state.topic + DEAD_LETTER_SUFFIX

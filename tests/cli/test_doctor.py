@@ -182,6 +182,30 @@ def test_a_consumer_that_nobody_runs_is_named_after_ten_minutes(
     assert {each["status"] for each in diagnose(run)[1]["consumers"]} == {"ok"}
 
 
+def test_partitions_that_stand_still_beside_others_are_named_after_ten_minutes(
+    run: Run, platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    topic = Topic("rides", 3)
+    platform.registry.register_topic(topic)
+    platform.registry.register_consumer(Consumer(topic.name, "mailer", partitioned=True))
+
+    def publish_to(*partitions: int) -> None:
+        platform.publisher.publish_all(Publication(topic.name, b"", partition=partition) for partition in partitions)
+        platform.transfer.run_once()
+
+    publish_to(1)
+    platform.consumers.consume_once(topic.name, "mailer", lambda _event, _connection: None)
+    publish_to(0, 1, 2, 2)
+    lags = [replace(lag, seconds=660.0) for lag in platform.lag(topic.name)]
+    monkeypatch.setattr("eventsql_orchestration.shards.shard.Shard.lag", lambda _shard: lags)
+    (idle,) = [each for each in diagnose(run)[1]["consumers"] if each["status"] == "warning"]
+    assert idle["message"] == (
+        "mailer of topic rides partition 0 (and 1 more) has consumed nothing for ten minutes, while other partitions "
+        "go on, and 3 events wait, the oldest for 11 min"
+    )
+    assert "consumer delete" not in idle["remedy"]
+
+
 @pytest.mark.parametrize(
     ("state", "start"),
     [
