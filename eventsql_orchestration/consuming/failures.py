@@ -82,10 +82,10 @@ def record_failure(
         backoff = NEVER if failure.outcome == Failure.BLOCKED else backoff
     else:
         failure = replace(failure, outcome=Failure.BLOCKED)
+        create = f", or create topic {key.topic}_dlt to take such events" if dead_letters is not None else ""
         logger.error(
-            "%s is blocked by event %d, which failed %s (%s); correct the handler and resume the consumer, "
-            "or create topic %s_dlt to take such events",
-            key, event.id, how_often(attempts), failure.error, key.topic, exc_info=shown,
+            "%s is blocked by event %d, which failed %s (%s); correct the handler and resume the consumer%s",
+            key, event.id, how_often(attempts), failure.error, create, exc_info=shown,
         )  # fmt: skip
 
     values = {"event": event.id, "attempts": attempts, "failure": failure.error, "backoff": backoff}

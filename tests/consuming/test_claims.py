@@ -306,6 +306,19 @@ def test_a_range_that_fails_as_a_whole_is_noted_on_its_first_event_and_given_bac
         platform.claims.fail(claimed, ValueError("again"))
 
 
+def test_a_range_that_is_blocked_asks_for_no_topic_of_dead_letters(
+    platform: EventSQL, caplog: pytest.LogCaptureFixture
+) -> None:
+    with platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.consumer SET eql_max_attempts = 1")
+    fill(platform, 1)
+    failure = platform.claims.fail(claim(platform), ValueError("the job died"))
+    assert failure is not None
+    assert failure.outcome == Failure.BLOCKED
+    (blocked,) = [message for message in caplog.messages if "is blocked by event" in message]
+    assert blocked.endswith("(ValueError: the job died); correct the handler and resume the consumer")
+
+
 # Committing in a transaction of one's own
 
 
