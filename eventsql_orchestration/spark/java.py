@@ -30,8 +30,8 @@ JavaSource = Literal["JAVA_HOME", "PATH", "packaged"]
 _OLDEST = 17
 _FIRST_SAFE_25 = (25, 0, 3)
 _VECTOR_MODULE = "jdk.incubator.vector"
-_PROBE_SECONDS = 30.0
-"""A runtime answers in 0.1 s (measured on 2 cores). A cold disk may need longer."""
+_PROBE_SECONDS = 120.0
+"""A runtime answers in 0.1 s (measured on 2 cores), and much later from a cold disk or on a busy machine."""
 
 _SHIM_SCRIPT = """\
 #!/bin/sh
