@@ -215,15 +215,20 @@ class Consumption(Running):
     # The poller
 
     def _run_poller(self) -> None:
+        failed = False
         while (due := self._due()) is not None:
             slots, woken = due
             now = self._looked_at = time.monotonic()
             asked = {slot.key.partition: slot.needed(now) for slot in slots}
             try:
                 found = self._look(asked)
-                self._answered(self._name)
+                if failed:
+                    # Otherwise, an error under this name is the last one of the consumer's only partition.
+                    self._answered(self._name)
+                    failed = False
             except BaseException as error:  # noqa: BLE001 - reported
                 # If the thread died, its partitions would stop silently.
+                failed = True
                 self._report(self._name, error)
                 with self._poller:
                     for slot in slots:

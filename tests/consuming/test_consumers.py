@@ -35,7 +35,7 @@ from eventsql_orchestration.errors import (
 )
 from eventsql_orchestration.publishing.transfer import Transfer
 from eventsql_orchestration.threads import start_thread
-from tests.effects import effects, make_table, write
+from tests.effects import DISK_IS_FULL, effects, make_table, write
 from tests.forms import change_time, ids_in, reading
 
 if TYPE_CHECKING:
@@ -377,6 +377,27 @@ def test_a_topic_that_is_deleted_under_a_consumer_is_one_line_in_the_log_until_i
         platform.registry.register_consumer(Consumer("payments", "mailer"))
         ids = fill(platform, 3, "payments")
         until(lambda: seen.ids == ids)
+
+
+def test_a_disk_that_stays_full_is_one_line_in_the_log_of_a_consumer_until_it_goes_on(
+    platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(running, "FAULT_DELAY", 0.01)
+    full, seen = [True] * 5, Seen()
+
+    def handle(events: Sequence[Event], connection: Connection) -> None:
+        if full:
+            full.pop()
+            connection.execute(DISK_IS_FULL)
+        seen(events, connection)
+
+    ids = fill(platform, 3, "payments")
+    with (
+        caplog.at_level(logging.INFO, running.__name__),
+        platform.consumers.start_batch("payments", "mailer", handle, max_events=1, polling_delay=0.01),
+    ):
+        until(lambda: seen.ids == ids)
+    assert [each.levelname for each in caplog.records if each.name == running.__name__] == ["ERROR", "INFO"]
 
 
 @pytest.mark.parametrize("way", ["start", "start_queue"])
