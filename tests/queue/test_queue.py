@@ -183,10 +183,13 @@ def test_a_late_acknowledgement_counts_while_nobody_else_has_the_message(databas
     assert queue.depth() == QueueDepth(0, 0)
 
 
-def test_a_message_is_settled_on_its_own_queue_alone(database: Database, queue: Queue, session: Connection) -> None:
+@pytest.mark.parametrize("retention", [None, 60])
+def test_a_message_is_settled_on_its_own_queue_alone(
+    database: Database, queue: Queue, session: Connection, retention: float | None
+) -> None:
     queue.send(b"x")
     (message,) = queue.receive()
-    other = Queue(database, "other")
+    other = Queue(database, "other", retention=retention)
     other.give_back([message])
     for settle in (other.acknowledge, other.release, lambda held: other.extend(held, 60)):
         with pytest.raises(MessageNotFoundError):
