@@ -386,15 +386,18 @@ def test_a_message_behind_another_of_its_key_is_never_in_sight(database: Databas
     assert received == [b"0", b"1", b"2", b"3"]
 
 
+@pytest.mark.parametrize("earlier", [0, 1])
 def test_an_acknowledgement_waits_for_a_sender_that_relies_on_its_message(
-    database: Database, queue: Queue, until_blocked: UntilBlocked
+    database: Database, queue: Queue, until_blocked: UntilBlocked, earlier: int
 ) -> None:
-    queue.send(b"1", key="a")
+    queue.send_all([NewMessage(b"1", key="a")] * (earlier + 1))
     with database.transaction() as sender:
         sender.execute(ALONE)
-        # Receivers do not wait.
-        (first,) = queue.receive()
-        acknowledging = threading.Thread(target=queue.acknowledge, args=[first])
+        # Receivers do not wait, and neither do the acknowledgements of earlier messages.
+        for _ in range(earlier):
+            queue.acknowledge(queue.receive()[0])
+        (last,) = queue.receive()
+        acknowledging = threading.Thread(target=queue.acknowledge, args=[last])
         acknowledging.start()
         until_blocked()
     acknowledging.join()
