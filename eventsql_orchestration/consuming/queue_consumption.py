@@ -79,8 +79,10 @@ class QueueConsumption(Running):
         self._working_threads = workers
         self._worked_off = threading.Event()
         """Set when no worker has an event any more, or when `stop` no longer waits for the workers."""
+        self._failing: set[str] = set()
+        """The threads that met an error, until their work succeeds again."""
         self._fault: str | None = None
-        """The lasting error that was logged."""
+        """The error of a failing thread that was logged last."""
         began = time.monotonic()
         self._worker = deliveries.register(owner_name())
         self._lease_until = began + lease
@@ -139,11 +141,9 @@ class QueueConsumption(Running):
                     self._ahead.adapt(waiting=len(self._backlog.ready))
                 for partition in self._to_fetch(partitions, found):
                     self._fetch_partition(partition, found[partition] or 0.0)
-                if self._fault is not None:
-                    self._fault = None
-                    logger.info("%s goes on", self._name)
+                self._succeeded("fetch")
             except BaseException as error:  # noqa: BLE001 - reported; the consumer would stop silently
-                self._report(error)
+                self._report("fetch", error)
                 with self._fetching:
                     self._due.update(dict.fromkeys(partitions, time.monotonic() + FAULT_DELAY))
                 self._stop.wait(min(FAULT_DELAY, self._polling_delay))
@@ -274,7 +274,9 @@ class QueueConsumption(Running):
         while (outcomes := self._await_outcomes()) is not None:
             again, away = self._settle_while_reachable(outcomes)
             failures = failures + 1 if away else 0
-            if again and not self._worked_off.wait(pause_while_away(failures) if away else SETTLE_RETRY):
+            if not again:
+                self._succeeded("settle")
+            elif not self._worked_off.wait(pause_while_away(failures) if away else SETTLE_RETRY):
                 # Behind the others: a session that the server has not missed yet may hold one of them.
                 with self._settling:
                     self._outcomes.extend(again)
@@ -314,7 +316,7 @@ class QueueConsumption(Running):
             else:
                 self._give_back(outcomes[0])
         except BaseException as error:  # noqa: BLE001 - reported; nothing would be acknowledged any more
-            self._report(error)
+            self._report("settle", error)
             return error
         return None
 
@@ -364,8 +366,9 @@ class QueueConsumption(Running):
         while not self._worked_off.wait(every):
             try:
                 self._renew()
+                self._succeeded("beat")
             except BaseException as error:  # noqa: BLE001 - reported; the lease would end
-                self._report(error)
+                self._report("beat", error)
 
     def _renew(self) -> None:
         with self._working:
@@ -402,7 +405,7 @@ class QueueConsumption(Running):
                 with suppress(DatabaseBusyError):
                     self._deliveries.move_offset(self._worker, partition)
         except EventSQLError as error:
-            self._report(error)
+            self._report("settle", error)
         with self._working:
             self._backlog.clear()
             running = self._working_threads > 0 and not self._handler.in_transaction
@@ -415,10 +418,18 @@ class QueueConsumption(Running):
                 known = self._backlog.unsettled(partition)
                 self._deliveries.give_back_others(self._worker, partition, known)
         except EventSQLError as error:
-            self._report(error)
+            self._report("settle", error)
 
-    def _report(self, error: BaseException) -> None:
+    def _succeeded(self, thread: str) -> None:
+        if thread in self._failing:
+            self._failing.discard(thread)
+            if not self._failing:
+                self._fault = None
+                logger.info("%s goes on", self._name)
+
+    def _report(self, thread: str, error: BaseException) -> None:
         if isinstance(error, EventSQLError):
+            self._failing.add(thread)
             self._fault = log_fault(logger, self._name, error, again="trying again", logged=self._fault)
         else:
             logger.error("%s met an unexpected error; trying again", self._name, exc_info=error)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ from eventsql_orchestration.errors import (
     ConsumerNotFoundError,
     DatabaseBusyError,
     DatabaseError,
+    DatabaseFullError,
     DatabaseUnavailableError,
     PartitionLeasedError,
     RedefinitionError,
@@ -721,6 +723,33 @@ def test_events_of_a_failed_call_are_handed_out_again(
     with platform.consumers.start_queue("payments", "mailer", seen, polling_delay=POLLING):
         until(lambda: at_rest(platform))
     assert sorted(seen.ids) == ids
+
+
+def test_acknowledgements_that_find_the_disk_full_are_one_line_in_the_log_until_they_are_written(
+    platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    acknowledge, full = deliveries.Deliveries.acknowledge, [True] * 5
+
+    def refuse(own: deliveries.Deliveries, done: Sequence[Delivery]) -> Any:
+        if full:
+            full.pop()
+            raise DatabaseFullError("no room is left")
+        return acknowledge(own, done)
+
+    monkeypatch.setattr(deliveries.Deliveries, "acknowledge", refuse)
+    monkeypatch.setattr(queue_consumption, "SETTLE_RETRY", 5 * POLLING)
+    monkeypatch.setattr(queue_consumption, "IDLE_POLLING", POLLING)
+    fill(platform, "a")
+
+    def said() -> list[str]:
+        return [each.levelname for each in caplog.records if each.name == queue_consumption.__name__]
+
+    with (
+        caplog.at_level(logging.INFO, queue_consumption.__name__),
+        platform.consumers.start_queue("payments", "mailer", Seen(), polling_delay=POLLING),
+    ):
+        until(lambda: not full and said()[-1] == "INFO")
+    assert said() == ["ERROR", "INFO"]
 
 
 def test_a_seek_under_a_running_handler_stops_no_settling(
