@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -300,7 +301,7 @@ class Subscription:
         """Handle changes until `stop` is set: at once on a notification, and every `polling_delay` seconds."""
         polling_delay = in_seconds(self._options.polling_delay)
         unsubscribe = None if self._listener is None else self._listener.subscribe(STORE, None, self._wake.set)
-        waits = False
+        fault: str | None = None
         try:
             while not stop.is_set():
                 self._wake.clear()
@@ -314,8 +315,10 @@ class Subscription:
                     logger.warning("subscription %s ends: %s", self.name, error)
                     return
                 except (psycopg.Error, EventSQLError) as error:
-                    logger.warning("subscription %s goes on in %.0f s: %s", self.name, FAULT_DELAY, error)
-                    delay, waits = FAULT_DELAY, True
+                    # An error that lasts is one line.
+                    level = logging.DEBUG if str(error) == fault else logging.WARNING
+                    logger.log(level, "subscription %s tries again every %.0f s: %s", self.name, FAULT_DELAY, error)
+                    delay, fault = FAULT_DELAY, str(error)
                 except BaseException as error:
                     # A handler may wrap the error of a lost connection in its own error, or raise an error that would
                     # end a thread silently. Only the program ends its main thread.
@@ -324,9 +327,9 @@ class Subscription:
                     logger.exception("subscription %s goes on in %.0f s", self.name, FAULT_DELAY)
                     delay = FAULT_DELAY
                 else:
-                    if waits:
+                    if fault is not None:
                         logger.info("subscription %s goes on", self.name)
-                        waits = False
+                        fault = None
                     if progress.more:
                         continue
                     delay = min(delay, progress.due_in or delay)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +15,15 @@ import pytest
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.consuming import lost_connections
 from eventsql_orchestration.database import Connection, Database
-from eventsql_orchestration.errors import DatabaseError, DatabaseFullError, SubscriptionNotFoundError, ValidationError
+from eventsql_orchestration.errors import (
+    DatabaseError,
+    DatabaseFullError,
+    DatabaseUnavailableError,
+    SubscriptionNotFoundError,
+    ValidationError,
+)
 from eventsql_orchestration.store import Change, RecordedChange, Store, Subscription, SubscriptionOptions
+from eventsql_orchestration.store.subscription import Progress
 from eventsql_orchestration.threads import start_thread
 from tests.effects import FullDiskError, MuteError, fail_and_close, stand_still
 from tests.fixtures import Sessions, Spawn, Terminate, Until, UntilBlocked
@@ -347,6 +355,27 @@ def test_two_threads_that_start_a_subscription_at_once_begin_one_thread(
     with subscription.start():
         second.join()
     assert [thread.is_alive() for thread in begun] == [False]
+
+
+def test_an_outage_is_one_line_in_the_log_of_a_subscription(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("eventsql_orchestration.store.subscription.FAULT_DELAY", 0.01)
+    subscription, stop, outages = subscribed(store), threading.Event(), ["gone"] * 3
+
+    def away() -> Progress:
+        if outages:
+            raise DatabaseUnavailableError(outages.pop())
+        stop.set()
+        return Progress()
+
+    monkeypatch.setattr(subscription, "run_once", away)
+    with caplog.at_level(logging.INFO, "eventsql_orchestration.store.subscription"):
+        subscription.run(stop)
+    assert [record.levelname for record in caplog.records if record.name.endswith(".subscription")] == [
+        "WARNING",
+        "INFO",
+    ]
 
 
 @pytest.mark.parametrize("lose", [stand_still, Connection.close, fail_and_close, None])
