@@ -369,4 +369,6 @@ class ClusterTransfer:
                     logger.warning("the transfer waits for the shards: %s", error)
                 stop.wait(pause_while_away(failures))
             else:
+                if failures:
+                    logger.info("the transfer goes on")
                 return

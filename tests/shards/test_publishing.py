@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import psycopg
 import pytest
 
 from eventsql_orchestration import EventSQL, Publication, Topic
-from eventsql_orchestration.client import streaming
+from eventsql_orchestration.client import consumers, streaming
 from eventsql_orchestration.client.registry import ClusterRegistry
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import (
@@ -351,8 +352,10 @@ def test_the_transfer_ends_with_its_platform(platform: EventSQL, until: Until) -
 
 
 def test_the_transfer_waits_for_the_first_shard(
-    databases: Databases, prepared: Prepared, opened: Open, administrator: Administrator, until: Until
-) -> None:
+    databases: Databases, prepared: Prepared, opened: Open, administrator: Administrator, until: Until,
+    *, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    caplog.set_level(logging.INFO, consumers.__name__)
     dsns = databases(2, prepared(prepare, databases=2))
     writing, moving, stop = opened(*dsns).open(), opened(*dsns), threading.Event()
     writing.publisher.publish_all(events(len(KEYS)))
@@ -366,6 +369,7 @@ def test_the_transfer_waits_for_the_first_shard(
     finally:
         stop.set()
     ended.result(PATIENCE)
+    assert [each.levelname for each in caplog.records if each.name == consumers.__name__] == ["WARNING", "INFO"]
 
 
 PUBLISHES = """
