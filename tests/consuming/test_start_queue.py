@@ -548,6 +548,21 @@ def test_a_stopped_consumption_gives_back_what_it_has(platform: EventSQL, until:
     assert sorted(seen.ids + later.ids) == ids
 
 
+def test_a_process_takes_events_of_an_ended_one_that_had_the_same_number(platform: EventSQL) -> None:
+    ids = fill(platform, "ab")
+    own = process(platform)
+    ended = own.register("a process of the server before")
+    own.hand_out(ended, -1, 9)
+    own.leave(ended)
+
+    # As on a logical replica, which has no values of sequences.
+    with platform.database.connection() as connection:
+        connection.execute("ALTER SEQUENCE eventsql.consumer_worker_eql_id_seq RESTART")
+    again = own.register("a process")
+    assert again == ended
+    assert [each.event.id for each in own.hand_out(again, -1, 9).deliveries] == ids
+
+
 def test_an_event_whose_handler_outlasts_the_stop_is_not_handed_out_beside_it(
     platform: EventSQL, until: Until, halt: Halt
 ) -> None:

@@ -1,7 +1,13 @@
--- register -- A process that consumes a topic as a queue; gives its number.
-INSERT INTO {schema}.consumer_worker (eql_topic, eql_consumer, eql_name, eql_expires_at)
-VALUES (%(topic)s, %(consumer)s, %(name)s, clock_timestamp() + make_interval(secs => %(lease)s))
-RETURNING eql_id;
+-- register -- A process that consumes a topic as a queue; gives its number. On a logical replica, a process that has ended
+-- may have had the same number: its events are free.
+WITH worker AS (
+    INSERT INTO {schema}.consumer_worker (eql_topic, eql_consumer, eql_name, eql_expires_at)
+    VALUES (%(topic)s, %(consumer)s, %(name)s, clock_timestamp() + make_interval(secs => %(lease)s))
+    RETURNING eql_id
+), freed AS (
+    UPDATE {schema}.consumer_delivery d SET eql_worker = NULL FROM worker w WHERE d.eql_worker = w.eql_id
+)
+SELECT eql_id FROM worker;
 
 -- renew -- Prolong a process's lease, unless another process has ended it.
 UPDATE {schema}.consumer_worker SET eql_expires_at = clock_timestamp() + make_interval(secs => %(lease)s)
