@@ -14,9 +14,8 @@ import pytest
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.claims import Claim, PartitionClaims
 from eventsql_orchestration.dagster import EventSQLResource, RunLimits, consumer_asset
-from eventsql_orchestration.dagster.consumers.consumer_tick import ConsumerWatch
+from eventsql_orchestration.dagster.consumers.consumer_tick import ConsumerWatch, PartitionTick
 from eventsql_orchestration.dagster.consumers.handover import RunDraining, comes_soon
-from eventsql_orchestration.dagster.consumers.partition_tick import PartitionTick
 from eventsql_orchestration.dagster.tags import SUCCEEDS_TAG
 from eventsql_orchestration.orchestration.batch import BatchConsumer
 from eventsql_orchestration.orchestration.owners import owner_of_run

@@ -14,10 +14,9 @@ from typing import Protocol, TypeAlias, TypeVar
 
 import dagster as dg
 
-from eventsql_orchestration import Consumer, EventSQL, Shard, Topic
+from eventsql_orchestration import EventSQL, Shard
 from eventsql_orchestration.dagster.consumers.decision import RunState
-from eventsql_orchestration.dagster.consumers.options import DEFAULT_TICKS, RunLimits, TickOptions
-from eventsql_orchestration.database.notifications import LOG
+from eventsql_orchestration.dagster.consumers.options import TickOptions
 from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError, SchemaOutdatedError
 
 _T = TypeVar("_T")
@@ -116,22 +115,6 @@ class Watch(Protocol):
     def notified_by(self) -> Collection[tuple[str, str]]: ...
 
     def evaluate(self, tick: Tick) -> Answer: ...
-
-
-@dataclass(frozen=True)
-class Watched:
-    """A consumer whose events a sensor claims. `op_name` is the step of its asset in the runs that it requests."""
-
-    topic: Topic
-    consumer: Consumer
-    op_name: str
-    limits: RunLimits
-    sensor: str
-    options: TickOptions = DEFAULT_TICKS
-
-    @property
-    def notified_by(self) -> Collection[tuple[str, str]]:
-        return ((LOG, self.topic.name),)
 
 
 def evaluate(
