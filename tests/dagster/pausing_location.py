@@ -15,10 +15,8 @@ from eventsql_orchestration.consuming.claim_processing import ClaimSource
 from eventsql_orchestration.consuming.claim_pruning import RUN_OWNER
 from eventsql_orchestration.consuming.claims import Claim, Claims, NoClaim
 from eventsql_orchestration.dagster import EventSQLResource
-from eventsql_orchestration.dagster.consumers import assets
-from eventsql_orchestration.dagster.consumers.definition import ClaimConfig
 from eventsql_orchestration.dagster.consumers.handover import RunDraining
-from eventsql_orchestration.dagster.consumers.run import DrainingOn, drain
+from eventsql_orchestration.dagster.consumers.run import ConsumerStep
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.orchestration import batch
 from eventsql_orchestration.topics.side_consumers import MARK
@@ -29,7 +27,7 @@ from tests.dagster.stopping import stop_at
 batch.STALLED_AFTER = windows.LEASE  # type: ignore[misc]  # five minutes are
 
 adopt, claim, process, open_batch = Claims.adopt, Claims.claim, Claims.process, ClaimSource.open
-succeed = RunDraining.succeed
+succeed, drain = RunDraining.succeed, ConsumerStep._drain
 
 
 def pausing_adopt(claims: Claims, claim_id: int, **options: Any) -> Claim:
@@ -76,19 +74,17 @@ def pausing_succeed(self: RunDraining, *given: Any, **options: Any) -> Claim | N
     return found
 
 
-def pausing_drain(
-    context: dg.AssetExecutionContext, eventsql: EventSQLResource, config: ClaimConfig, draining_on: DrainingOn
-) -> None:
+def pausing_drain(step: ConsumerStep, context: dg.AssetExecutionContext, *given: Any) -> None:
     if context.run.parent_run_id is not None:
-        stop_at(windows.retry_of(draining_on(eventsql.shards[0]).consumer.name))
-    drain(context, eventsql, config, draining_on)
+        stop_at(windows.retry_of(step.consumer.name))
+    drain(step, context, *given)
 
 
 for name, pausing in (("adopt", pausing_adopt), ("claim", pausing_claim), ("process", pausing_process)):
     setattr(Claims, name, pausing)
 ClaimSource.open = pausing_open  # type: ignore[method-assign, assignment]  # the forced interleaving
 RunDraining.succeed = pausing_succeed  # type: ignore[method-assign]  # the forced interleaving
-assets.drain = pausing_drain  # type: ignore[attr-defined]  # the same
+ConsumerStep._drain = pausing_drain  # type: ignore[method-assign, assignment]  # the same
 
 
 @dg.sensor(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, Literal, TypeAlias, get_args
@@ -11,7 +11,6 @@ import dagster as dg
 
 from eventsql_orchestration import NOT_PARTITIONED, Consumer, Shard, Topic
 from eventsql_orchestration.consumer import DeclaredFilter
-from eventsql_orchestration.dagster.consumers.asset_lag import AssetLag
 from eventsql_orchestration.dagster.consumers.consumer_tick import ConsumerWatch
 from eventsql_orchestration.dagster.consumers.definition import (
     ClaimConfig,
@@ -19,7 +18,6 @@ from eventsql_orchestration.dagster.consumers.definition import (
     ConsumerDefinition,
     MakeConsume,
 )
-from eventsql_orchestration.dagster.consumers.handover import RunDraining, comes_soon
 from eventsql_orchestration.dagster.consumers.options import (
     DEFAULT_TICKS,
     AssetOptions,
@@ -27,22 +25,17 @@ from eventsql_orchestration.dagster.consumers.options import (
     RunLimits,
     TickOptions,
 )
-from eventsql_orchestration.dagster.consumers.reporting import report, results, without_retries
-from eventsql_orchestration.dagster.consumers.run import drain
+from eventsql_orchestration.dagster.consumers.run import ConsumerStep
 from eventsql_orchestration.dagster.consumers.sensors import build_sensor
 from eventsql_orchestration.dagster.consumers.user_function import UserFunction
 from eventsql_orchestration.dagster.metadata_keys import CONSUMED_TOPIC
-from eventsql_orchestration.dagster.register import failing_if_unregistered, why_unregistered
-from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
 from eventsql_orchestration.dagster.steps import job_of_assets, step_of_assets
-from eventsql_orchestration.dagster.tags import CONSUMER_RUN, CONSUMER_TAG, SHARED_TAG, SPARK_POOL, TOPIC_TAG
+from eventsql_orchestration.dagster.tags import CONSUMER_RUN, CONSUMER_TAG, SPARK_POOL, TOPIC_TAG
 from eventsql_orchestration.dagster.topics import TOPIC_GROUP, TOPIC_KINDS, described_topic, topic_key
 from eventsql_orchestration.dagster.translator import translated
-from eventsql_orchestration.errors import EventSQLError, ValidationError
+from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.orchestration.batch import BatchConsumer, RangeConsumer
-from eventsql_orchestration.orchestration.drain import Consume, Drained
-from eventsql_orchestration.orchestration.owners import owner_of_run
-from eventsql_orchestration.orchestration.shards import shards_of
+from eventsql_orchestration.orchestration.drain import Consume
 from eventsql_orchestration.orchestration.tracebacks import Tracebacks
 from eventsql_orchestration.topics.positions import Start, starting_at
 from eventsql_orchestration.validation import check_kind, check_whole
@@ -56,9 +49,6 @@ MOST_PARTITION_SENSORS: Final = 4
 """Up to this number of partitions, each partition of a consumer has its own sensor by default. In a location, three
 ticks linger at once on two cores, and five on four cores or more (`long_poll.at_once`). With more sensors, events wait
 for a sensor's turn."""
-
-LAG_TIMEOUT: Final = 1.0
-"""Seconds that each statement may take when a run reads the lag at its end."""
 
 Decorator: TypeAlias = Callable[[Callable[..., Any]], ConsumerDefinition]
 
@@ -212,7 +202,7 @@ class _Declared:
         specs = self._specs(name, user.call.__doc__)
         key, *publishes = [spec.key for spec in specs]
         computation = Computation(user, make_consume, tuple(publishes))
-        step = _Step(self.topic, self.consumer, self.limits, key, computation)
+        step = ConsumerStep(self.topic, self.consumer, self.limits, key, computation)
 
         asset = step_of_assets(
             name, specs, user.as_compute(ClaimConfig, step), pool=self.options.pool,
@@ -274,73 +264,3 @@ class _Declared:
             build_sensor(replace(whole, partition=each, sensor=f"{job.name}_{each}"), job, self.default_status)
             for each in self.topic.all_partitions
         )
-
-
-@dataclass(frozen=True)
-class _Step:
-    """The step of a consumer's asset: it consumes, reports, and materializes the asset and its topics."""
-
-    topic: Topic
-    consumer: Consumer
-    limits: RunLimits
-    key: dg.AssetKey
-    computation: Computation
-
-    def __call__(
-        self, context: dg.AssetExecutionContext, config: ClaimConfig, resources: Mapping[str, Any]
-    ) -> Iterator[dg.MaterializeResult[Any]]:
-        eventsql: EventSQLResource = resources[RESOURCE_KEY]
-        drained = Drained()
-        publishes = self.computation.publishes
-        try:
-            self._drain(context, config, resources, drained)
-            missing = None
-            if drained.lost is not None:
-                missing = why_unregistered(eventsql.platform, self.topic, self.consumer)
-            report(context, self.key, self.consumer, drained, eventsql.platform.dead_letters, missing=missing)
-        except BaseException:
-            # A failing run has committed the events that it consumed, so they belong to the history of its assets.
-            if drained.events:
-                for key, metadata in results(self.key, self.consumer, publishes, drained):
-                    context.log_event(dg.AssetMaterialization(asset_key=key, metadata=metadata))
-            raise
-
-        if config.claim is None and SHARED_TAG in context.run.tags and not drained.claims:
-            return
-        for key, metadata in results(self.key, self.consumer, publishes, drained):
-            lag = self._lag(context, eventsql) if key == self.key else {}
-            yield dg.MaterializeResult(asset_key=key, metadata={**lag, **metadata})
-
-    def _lag(self, context: dg.AssetExecutionContext, eventsql: EventSQLResource) -> Mapping[str, int | float]:
-        """The consumer's lag at the end of the run, so that the plot of its lag has no gap there."""
-        try:
-            # The server counts the waiting events one by one. If that takes too long, leave it to the sensor `lag`.
-            with eventsql.bounded(LAG_TIMEOUT) as platform:
-                # Ask each shard: `platform.lag` would also release consumers on added shards, and runs must not do
-                # that.
-                found = [
-                    replace(lag, shard=shard.name)
-                    for shard in shards_of(platform)
-                    for lag in shard.lag(self.topic.name, self.consumer.name)
-                ]
-        except EventSQLError as error:
-            context.log.info("the lag is unknown: %s", error)
-            return {}
-        return AssetLag(tuple(found)).numbers()
-
-    def _drain(
-        self, context: dg.AssetExecutionContext, config: ClaimConfig, resources: Mapping[str, Any], drained: Drained
-    ) -> None:
-        eventsql: EventSQLResource = resources[RESOURCE_KEY]
-        run_id = context.run.run_id
-        # A shared run does not wait for more events: the other consumers are next, and while it waits without a claim,
-        # nothing shows that it lives.
-        limits = replace(self.limits, drain_idle=0.0) if SHARED_TAG in context.run.tags else self.limits
-
-        def on(shard: Shard) -> RunDraining:
-            consume = self.computation.consume(context, shard, resources)
-            comes = partial(comes_soon, run_id, context.instance)
-            return RunDraining(shard, self.consumer, consume, limits, owner_of_run(run_id), drained, comes)
-
-        with failing_if_unregistered(eventsql.platform, self.topic, self.consumer), without_retries():
-            drain(context, eventsql, config, on)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Final
 
 import dagster as dg
 
-from eventsql_orchestration import Shard
+from eventsql_orchestration import Consumer, Shard, Topic
 from eventsql_orchestration.consuming.claims import Claim
+from eventsql_orchestration.dagster.consumers.asset_lag import AssetLag
 from eventsql_orchestration.dagster.consumers.claim_runs import is_another_claim
-from eventsql_orchestration.dagster.consumers.definition import ClaimConfig
-from eventsql_orchestration.dagster.consumers.handover import RunDraining
+from eventsql_orchestration.dagster.consumers.definition import ClaimConfig, Computation
+from eventsql_orchestration.dagster.consumers.handover import RunDraining, comes_soon
+from eventsql_orchestration.dagster.consumers.options import RunLimits
 from eventsql_orchestration.dagster.consumers.reexecution import (
     ancestors,
     forbid_retries,
@@ -22,41 +24,103 @@ from eventsql_orchestration.dagster.consumers.reexecution import (
     repeats_success,
     requested_tags,
 )
-from eventsql_orchestration.dagster.resources import EventSQLResource
+from eventsql_orchestration.dagster.consumers.reporting import report, results, without_retries
+from eventsql_orchestration.dagster.register import failing_if_unregistered, why_unregistered
+from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
 from eventsql_orchestration.dagster.tags import LATE_TAG, REPLAY_BEGUN_TAG, REPLAY_TAG, SHARD_TAG, SHARED_TAG
-from eventsql_orchestration.errors import ClaimLostError, DatabaseUnavailableError
+from eventsql_orchestration.errors import ClaimLostError, DatabaseUnavailableError, EventSQLError
 from eventsql_orchestration.orchestration.batch import BatchConsumer
+from eventsql_orchestration.orchestration.drain import Drained
 from eventsql_orchestration.orchestration.errors import ForeignClaimError, ReplayError
 from eventsql_orchestration.orchestration.owners import owner_of_run
-from eventsql_orchestration.orchestration.shards import partition_label
+from eventsql_orchestration.orchestration.shards import partition_label, shards_of
 
-DrainingOn: TypeAlias = Callable[[Shard], RunDraining]
-"""Returns the `RunDraining` for a shard."""
+LAG_TIMEOUT: Final = 1.0
+"""Seconds that each statement may take when a run reads the lag at its end."""
 
 
-def drain(
-    context: dg.AssetExecutionContext, eventsql: EventSQLResource, config: ClaimConfig, draining_on: DrainingOn
-) -> None:
-    """Consume the step's claim; without a claim, the waiting events; or replay a range.
+@dataclass(frozen=True)
+class ConsumerStep:
+    """The step of a consumer's asset: it consumes, reports, and materializes the asset and its topics."""
 
-    The run's tag names its shard. A run without the tag, launched by hand, visits all shards and skips those that are
-    down. Raises `ReplayError`, `ForeignClaimError` for a claim of another consumer, and `ShardSetError` for a claim
-    whose shard is not known.
-    """
-    shards = _shards(context, eventsql, config)
-    down: list[str] = []
-    for shard in shards:
-        draining = draining_on(shard)
+    topic: Topic
+    consumer: Consumer
+    limits: RunLimits
+    key: dg.AssetKey
+    computation: Computation
+
+    def __call__(
+        self, context: dg.AssetExecutionContext, config: ClaimConfig, resources: Mapping[str, Any]
+    ) -> Iterator[dg.MaterializeResult[Any]]:
+        eventsql: EventSQLResource = resources[RESOURCE_KEY]
+        drained = Drained()
+        publishes = self.computation.publishes
         try:
-            _OnShard(context, config, draining).consume()
-        except DatabaseUnavailableError as error:
-            down.append(shard.label)
-            if len(down) == len(shards):
-                raise
-            context.log.warning("shard %s is down: %s", down[-1], error)
-            draining.drained.note = f"events are left on {', '.join(down)}, which cannot be reached"
-        if draining.drained.over:
+            with failing_if_unregistered(eventsql.platform, self.topic, self.consumer), without_retries():
+                self._drain(context, config, resources, drained)
+            missing = None
+            if drained.lost is not None:
+                missing = why_unregistered(eventsql.platform, self.topic, self.consumer)
+            report(context, self.key, self.consumer, drained, eventsql.platform.dead_letters, missing=missing)
+        except BaseException:
+            # A failing run has committed the events that it consumed, so they belong to the history of its assets.
+            if drained.events:
+                for key, metadata in results(self.key, self.consumer, publishes, drained):
+                    context.log_event(dg.AssetMaterialization(asset_key=key, metadata=metadata))
+            raise
+
+        if config.claim is None and SHARED_TAG in context.run.tags and not drained.claims:
             return
+        for key, metadata in results(self.key, self.consumer, publishes, drained):
+            lag = self._lag(context, eventsql) if key == self.key else {}
+            yield dg.MaterializeResult(asset_key=key, metadata={**lag, **metadata})
+
+    def _lag(self, context: dg.AssetExecutionContext, eventsql: EventSQLResource) -> Mapping[str, int | float]:
+        """The consumer's lag at the end of the run, so that the plot of its lag has no gap there."""
+        try:
+            # The server counts the waiting events one by one. If that takes too long, leave it to the sensor `lag`.
+            with eventsql.bounded(LAG_TIMEOUT) as platform:
+                # Ask each shard: `platform.lag` would also release consumers on added shards, and runs must not do
+                # that.
+                found = [
+                    replace(lag, shard=shard.name)
+                    for shard in shards_of(platform)
+                    for lag in shard.lag(self.topic.name, self.consumer.name)
+                ]
+        except EventSQLError as error:
+            context.log.info("the lag is unknown: %s", error)
+            return {}
+        return AssetLag(tuple(found)).numbers()
+
+    def _drain(
+        self, context: dg.AssetExecutionContext, config: ClaimConfig, resources: Mapping[str, Any], drained: Drained
+    ) -> None:
+        """Consume the step's claim; without a claim, the waiting events; or replay a range.
+
+        The run's tag names its shard. A run without the tag, launched by hand, visits all shards and skips those that
+        are down. Raises `ReplayError`, `ForeignClaimError` for a claim of another consumer, and `ShardSetError` for a
+        claim whose shard is not known.
+        """
+        run_id = context.run.run_id
+        # A shared run does not wait for more events: the other consumers are next, and while it waits without a claim,
+        # nothing shows that it lives.
+        limits = replace(self.limits, drain_idle=0.0) if SHARED_TAG in context.run.tags else self.limits
+        comes = partial(comes_soon, run_id, context.instance)
+        shards = _shards(context, resources[RESOURCE_KEY], config)
+        down: list[str] = []
+        for shard in shards:
+            consume = self.computation.consume(context, shard, resources)
+            draining = RunDraining(shard, self.consumer, consume, limits, owner_of_run(run_id), drained, comes)
+            try:
+                _OnShard(context, config, draining).consume()
+            except DatabaseUnavailableError as error:
+                down.append(shard.label)
+                if len(down) == len(shards):
+                    raise
+                context.log.warning("shard %s is down: %s", down[-1], error)
+                drained.note = f"events are left on {', '.join(down)}, which cannot be reached"
+            if drained.over:
+                return
 
 
 def _shards(context: dg.AssetExecutionContext, eventsql: EventSQLResource, config: ClaimConfig) -> Sequence[Shard]:
