@@ -1,16 +1,8 @@
 """The tick of a worker's sensor: it requests a run if messages wait and no run handles them.
 
 A tick receives nothing: the run receives the messages itself, batch after batch. So no state has to survive between
-tick and run, and a superfluous run does no harm: it finds no messages, and ends. The table lists each possible end:
-
-| the tick or the run ends | what is left | what follows |
-|---|---|---|
-| before the tick is stored | nothing | the next tick looks again |
-| after the tick is stored, before the launch | a run that Dagster still launches | the next tick waits for it |
-| while it handles a batch, and is terminated | nothing: the run gives its messages back | a tick requests a run |
-| while it handles a batch, killed | no effect; messages that are hidden until their visibility timeout ends | a tick
-  requests a run once Dagster reports the first run, or once its `lease` is over |
-| after its commit | the batch is done | another run never gets it |
+tick and run, and a superfluous run does no harm: it finds no messages, and ends. docs/dagster_failures.md lists each
+possible end of the tick or the run.
 """
 
 from __future__ import annotations
