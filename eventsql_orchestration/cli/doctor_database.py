@@ -16,6 +16,7 @@ from eventsql_orchestration.database.roles import Roles
 from eventsql_orchestration.database.rows import fetch_all
 from eventsql_orchestration.database.sessions import connect
 from eventsql_orchestration.database.urls import each_server
+from eventsql_orchestration.errors import PermissionDeniedError
 from eventsql_orchestration.orchestration.words import age
 from eventsql_orchestration.validation import counted
 
@@ -87,8 +88,23 @@ def schema_finding(database: Database, *, embedded: bool) -> Finding:
 
 
 def rights_findings(database: Database) -> Iterator[Finding]:
-    """Roles that could make objects which the platform would use, and functions that every role may execute."""
+    """Roles that could make objects which the platform would use, and functions that every role may execute.
+
+    If the admin role does not own the tables, only that is found.
+    """
     roles = Roles(database)
+    deprived = None
+    with suppress(PermissionDeniedError):  # A later check asks for the role reader.
+        deprived = roles.deprived_admin()
+    if deprived is not None:
+        admin, owner, prefix = deprived
+        yield problem(
+            "schema",
+            f"the tables belong to {owner} and not to {admin}, as after a restore with --no-owner: the members of "
+            f"{admin} may change nothing",
+            f"as a superuser: eventsql roles create --prefix {prefix}",
+        )
+        return
     schema = sql.Identifier(database.schema).as_string()
     for role in roles.creators():
         name, revoked = ("every role", "PUBLIC") if role is None else (role, sql.Identifier(role).as_string())

@@ -97,6 +97,15 @@ class Roles:
         with self._database.connection() as connection:
             return [name for (name,) in role_statements.rows_of(connection, self._database.schema, "creators")]
 
+    def deprived_admin(self) -> tuple[str, str, str] | None:
+        """The admin role, the owner of the platform's tables and the prefix of the roles, if the owner is another role.
+
+        A database that was restored without its owners has such tables.
+        """
+        with self._database.connection() as connection:
+            found = role_statements.rows_of(connection, self._database.schema, "deprived_admin")
+        return found[0] if found else None
+
     def open_functions(self) -> list[str]:
         """The functions that run with their owner's rights, and that every role may execute, against their definition.
 

@@ -87,6 +87,23 @@ def test_doctor_names_rights_that_every_role_has_and_how_to_revoke_them(
     assert found() == []
 
 
+@pytest.mark.usefixtures("own_roles")
+def test_doctor_names_the_command_that_gives_the_tables_to_the_admin_role_after_a_restore_without_owners(
+    owner: EventSQL, direct_dsn: str, prefix: str
+) -> None:
+    def found() -> list[dict[str, str]]:
+        findings = json.loads(_run(direct_dsn, "doctor", "--json").stdout)["findings"]
+        return [each for each in findings if each["check"] == "schema" and each["status"] != "ok"]
+
+    with owner.database.connection() as connection:
+        connection.execute(f"REASSIGN OWNED BY {prefix}_admin TO CURRENT_USER")
+    (finding,) = found()
+    assert (finding["status"], f"and not to {prefix}_admin" in finding["message"]) == ("problem", True)
+    _, _, command = finding["remedy"].partition(": eventsql ")
+    assert _run(direct_dsn, *command.split()).exit_code == 0
+    assert found() == []
+
+
 COMMANDS: dict[str, list[tuple[str, ...]]] = {
     "publisher": [("publish", "orders")],
     "publisher_orders": [("publish", "orders")],

@@ -120,6 +120,14 @@ WHERE n.nspname = %(schema)s
   AND r.rolsuper IS NOT TRUE
 ORDER BY r.rolname NULLS FIRST;
 
+-- deprived_admin -- The admin role, the owner of the platform's tables, if that is another role, and the prefix of the roles.
+SELECT a.eql_role, pg_get_userbyid(buffer.relowner), left(a.eql_role, -length('_' || a.eql_kind))
+FROM {schema}.access_role a
+JOIN pg_roles r ON r.rolname = a.eql_role
+JOIN pg_namespace n ON n.nspname = %(schema)s
+JOIN pg_class buffer ON buffer.relnamespace = n.oid AND buffer.relname = 'event_buffer' AND buffer.relowner <> r.oid
+WHERE a.eql_kind = 'admin';
+
 -- open_functions -- The functions of the platform that run with their owner's rights, and that every role may execute.
 SELECT format('%%I.%%I', n.nspname, p.proname)
 FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace
