@@ -344,10 +344,12 @@ class Cluster:
     def reconsider(self, error: RegistryError, topics: Iterable[str], deadline: float) -> None:
         """Read the shards again after a shard refused events. Raises `error` if the deadline is over.
 
-        A set of shards that was only old needs no waiting: the next attempt knows the new one, whatever the deadline.
+        A set of shards that was only old needs no waiting: for `REPLACED_SECONDS` after the deadline, the next attempt
+        uses the new set, and so does the next call in any case.
         """
         replaced = isinstance(error, WrongShardError) and not isinstance(error, ShardPendingError)
-        if time.monotonic() > deadline + (REPLACED_SECONDS if replaced else 0.0):
+        late = time.monotonic() > deadline + (REPLACED_SECONDS if replaced else 0.0)
+        if late and not replaced:
             raise error
         for topic in topics:
             for shard in self._shards:
@@ -355,6 +357,8 @@ class Cluster:
         if isinstance(error, ShardPendingError):
             self.health.stop.wait(PENDING_POLL)
         self.refresh()
+        if late:
+            raise error
 
     def any(self) -> Shard:
         """A shard that can be reached, in turns. Raises `DatabaseUnavailableError` if none can be reached."""

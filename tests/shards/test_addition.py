@@ -23,6 +23,7 @@ from eventsql_orchestration.errors import (
     WrongShardError,
 )
 from eventsql_orchestration.sharding import shard_of_key
+from eventsql_orchestration.shards import cluster
 from eventsql_orchestration.shards.add_shard import ShardAddition
 from eventsql_orchestration.shards.cluster import Cluster
 from eventsql_orchestration.shards.shard_state import ShardStore
@@ -344,6 +345,19 @@ def test_a_process_without_the_url_of_the_new_shard_says_what_it_lacks(
         platform.publisher.publish(publication(key, 0))
     with pytest.raises(ShardSetError, match="no URL leads to shard-3"):
         opened(*dsns[:2]).open()
+
+
+def test_a_publisher_whose_deadline_is_long_over_knows_the_new_shards_at_its_next_call(
+    dsns: list[str], opened: Open, addition: Adding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform = opened(*dsns[:2], shard_timeout=0.0)
+    platform.publisher.publish(publication(MOVING, 0))
+    addition(dsns).execute()
+    monkeypatch.setattr(cluster, "REPLACED_SECONDS", -3_600.0)
+    with pytest.raises(WrongShardError):
+        platform.publisher.publish(publication(MOVING, 1))
+    with pytest.raises(ShardSetError, match="no URL of shard 'shard-3'"):
+        platform.publisher.publish(publication(MOVING, 1))
 
 
 def test_a_batch_that_is_published_in_part_before_it_is_known_that_a_shard_joined_says_so(
