@@ -82,42 +82,41 @@ def unattended_findings(shard: Shard) -> Iterator[Finding]:
 
 
 def idle_findings(shard: Shard) -> Iterator[Finding]:
-    """Partitions that nobody consumes, as far as can be seen: events wait, and none was consumed for ten minutes."""
-    late = [
-        lag
-        for lag in without_backfills(shard.lag())
-        if lag.cause is LagCause.WAITING and lag.seconds > IDLE.total_seconds()
-    ]
-    if not late:
+    """Consumers and partitions that nobody consumes, as far as can be seen, for ten minutes while events wait."""
+    waiting: dict[tuple[str, str], list[ConsumerLag]] = {}
+    for lag in without_backfills(shard.lag()):
+        if lag.cause is LagCause.WAITING:
+            waiting.setdefault((lag.topic, lag.consumer), []).append(lag)
+    if not waiting:
         return
-    busy = {
-        (each.topic, each.name, each.partition)
-        for each in shard.registry.consumers()
-        if each.last_consumption_at is not None and each.last_consumption_at > each.read_at - IDLE
-    }
-    idle: dict[tuple[str, str], list[ConsumerLag]] = {}
-    for lag in late:
-        if (lag.topic, lag.consumer, lag.partition) not in busy:
-            idle.setdefault((lag.topic, lag.consumer), []).append(lag)
-    beside = {(topic, name) for topic, name, _partition in busy}
-    for (topic, name), lags in idle.items():
-        events, seconds = sum(lag.events for lag in lags), max(lag.seconds for lag in lags)
-        waits = f"{counted(events, 'event')} {'waits' if events == 1 else 'wait'}, the oldest for {age(round(seconds))}"
-        if (topic, name) in beside:
-            place = _place(topic, name, lags[0].partition, more=len(lags) - 1)
-            yield warning(
-                "consumers",
-                f"{place} has consumed nothing for ten minutes, while other partitions go on, and {waits}",
-                "see whether its handler does not return, in the log of the process that runs it and in the findings "
-                "about transactions; end that process, and another goes on",
+    busy: dict[tuple[str, str], set[int]] = {}
+    for each in shard.registry.consumers():
+        if each.last_consumption_at is not None and each.last_consumption_at > each.read_at - IDLE:
+            busy.setdefault((each.topic, each.name), set()).add(each.partition)
+    for (topic, name), lags in waiting.items():
+        working = busy.get((topic, name), set())
+        late = [lag for lag in lags if lag.seconds > IDLE.total_seconds() and lag.partition not in working]
+        if not late:
+            continue
+        if working:
+            place, beside = _place(topic, name, late[0].partition, more=len(late) - 1), ", while other partitions go on"
+            remedy = (
+                "no fault if it waits for more events or for a free worker; if its handler does not return, which the "
+                "log of its process and the findings about transactions tell, end that process: another goes on"
             )
         else:
-            yield warning(
-                "consumers",
-                f"{_place(topic, name)} has consumed nothing for ten minutes, and {waits}",
+            place, beside, late = _place(topic, name), "", lags
+            remedy = (
                 "start the process that runs it, or Dagster's daemon with its sensor; if nobody runs it any more: "
-                f"{advised('consumer delete --execute', topic, name)}",
+                f"{advised('consumer delete --execute', topic, name)}"
             )
+        events, seconds = sum(lag.events for lag in late), max(lag.seconds for lag in late)
+        yield warning(
+            "consumers",
+            f"{place} has consumed nothing for ten minutes{beside}, and {counted(events, 'event')} "
+            f"{'waits' if events == 1 else 'wait'}, the oldest for {age(round(seconds))}",
+            remedy,
+        )
 
 
 def retention_findings(shard: Shard) -> Iterator[Finding]:
