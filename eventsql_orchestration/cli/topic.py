@@ -52,28 +52,19 @@ class _Retention(TypedDict):
     keep_forever: Annotated[bool, option("Keep all events: remove the bounds.")]
 
 
-class _Bounds:
-    """The options of retention. Raises `ValidationError`, and `click.UsageError` if they contradict each other."""
+def _bounds(**given: Unpack[_Retention]) -> dict[str, Any]:
+    """The bounds of retention that options name: with --keep-forever, each of them is None.
 
-    def __init__(self, **given: Unpack[_Retention]) -> None:
-        age = given["retention_age"]
-        seconds = None if age is None else age.total_seconds()
-        bounds = {"seconds": seconds, "bytes": given["retention_size"], "events": given["retention_events"]}
-        self._named: dict[str, Any] = {name: bound for name, bound in bounds.items() if bound is not None}
-        self._keep_forever = given["keep_forever"]
-        if self._keep_forever and self._named:
-            raise click.UsageError("--keep-forever contradicts the bounds of retention")
-        self.on_top_of(None)
-
-    def __bool__(self) -> bool:
-        """Whether an option was given."""
-        return self._keep_forever or bool(self._named)
-
-    def on_top_of(self, before: Retention | None) -> Retention | None:
-        """A topic's retention, with these bounds in place of its own bounds. None without bounds."""
-        if self._keep_forever:
-            return Retention()
-        return replace(before or Retention(), **self._named) if self._named else None
+    Raises `ValidationError`, and `click.UsageError` if options contradict each other.
+    """
+    age = given["retention_age"]
+    seconds = None if age is None else age.total_seconds()
+    bounds: dict[str, Any] = {"seconds": seconds, "bytes": given["retention_size"], "events": given["retention_events"]}
+    named = {name: bound for name, bound in bounds.items() if bound is not None}
+    if given["keep_forever"] and named:
+        raise click.UsageError("--keep-forever contradicts the bounds of retention")
+    Retention(**named)
+    return bounds if given["keep_forever"] else named
 
 
 @click.group()
@@ -107,7 +98,7 @@ def create(
     A topic that exists gets the bounds of retention that options name. If it has no events and no consumers, it also
     gets the number of partitions. Its form stays: `eventsql topic alter --storage` changes it.
     """
-    wanted, bounds = Topic(topic, partitions, storage=storage, compression=compression), _Bounds(**retention)
+    wanted, bounds = Topic(topic, partitions, storage=storage, compression=compression), _bounds(**retention)
     letters = Topic(wanted.dead_letter_topic) if dead_letters else None
     with context.whole() as platform:
         context.make_tables(platform)
@@ -139,7 +130,7 @@ def alter(
     publishers and consumers go on; programs that write to its table themselves are refused. Retention drops whole old
     segments of the log, and keeps segments that a consumer has not passed.
     """
-    bounds = _Bounds(**retention)
+    bounds = _bounds(**retention)
     if partitions is not None:
         check_partitions(partitions)
     elif not bounds and storage is None and compression is None:
@@ -190,10 +181,10 @@ def _repartition(platform: EventSQL, topic: str, partitions: int) -> None:
         )
 
 
-def _register(platform: EventSQL, wanted: Topic, bounds: _Bounds) -> None:
+def _register(platform: EventSQL, wanted: Topic, bounds: dict[str, Any]) -> None:
     before = _find(platform, wanted.name)
-    retention = bounds.on_top_of(None if before is None else before.retention)
-    platform.registry.register_topic(replace(wanted, retention=retention))
+    retention = (None if before is None else before.retention) or Retention()
+    platform.registry.register_topic(replace(wanted, retention=replace(retention, **bounds) if bounds else None))
     after = platform.registry.topic(wanted.name)
     if before is None:
         say(f"topic {after.name!r} created, {form(after)}")
