@@ -155,8 +155,7 @@ def run(
         summary = summary_of(work, runs, launcher.job, options["into"])
         if not options["execute"] or not runs:
             show_backfill(summary, runs, executed=False, as_json=as_json)
-            planned = "a plan, nothing runs" if wanted is not None else "the rest of it, nothing runs"
-            say(f"{planned}: run it again with --execute" if runs else "there is nothing to replay")
+            say("a plan, nothing runs: run it again with --execute" if runs else "there is nothing to replay")
             return
 
         found = _begin(backfills, work, launcher, options)
