@@ -11,19 +11,11 @@ from pyspark.sql.pandas.types import from_arrow_type
 from pyspark.sql.types import StructField, StructType
 
 from eventsql_orchestration.spark.change_options import ChangeOptions
-from eventsql_orchestration.spark.change_tasks import CHANGE_TYPES, ChangeRange, read_changes
+from eventsql_orchestration.spark.change_tasks import CHANGE_TYPES, read_changes
 from eventsql_orchestration.spark.reader import check_columns
 
 CHANGE_SCHEMA: Final = StructType([StructField(name, from_arrow_type(kind)) for name, kind in CHANGE_TYPES.items()])
 """The columns of changes, all nullable."""
-
-
-class ChangeSplit(InputPartition):
-    """The changes that one task reads."""
-
-    def __init__(self, changes: ChangeRange) -> None:
-        super().__init__(changes)
-        self.changes = changes
 
 
 class ChangeReader(DataSourceReader):
@@ -38,10 +30,10 @@ class ChangeReader(DataSourceReader):
         # Tasks import this module, too, and must not wait for the database floor to load.
         from eventsql_orchestration.spark.change_planner import plan_changes  # noqa: PLC0415
 
-        return [ChangeSplit(each) for each in plan_changes(self._options, self._columns)]
+        return [InputPartition(each) for each in plan_changes(self._options, self._columns)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        # Spark makes a partition of its own if there is none.
-        if not isinstance(partition, ChangeSplit):
+        # The value is the range of one task, or None: Spark makes a partition if there is none.
+        if partition.value is None:
             return iter(())
-        return read_changes(self._options.source, partition.changes, self._columns)
+        return read_changes(self._options.source, partition.value, self._columns)

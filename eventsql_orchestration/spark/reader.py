@@ -15,7 +15,7 @@ from pyspark.sql.types import DataType, StructField, StructType
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.spark.filters import Conditions, push
 from eventsql_orchestration.spark.json_values import ValueDecoder, check_type
-from eventsql_orchestration.spark.log_tasks import TYPES, Piece, Projection, read_batches
+from eventsql_orchestration.spark.log_tasks import TYPES, Projection, read_batches
 from eventsql_orchestration.spark.options import READ, Given
 from eventsql_orchestration.spark.read_options import ReadOptions
 
@@ -82,14 +82,6 @@ def check_columns(schema: StructType, known: StructType, *, decoded: str | None 
             raise ValidationError(f"schema: column {column.name!r} is nullable: remove NOT NULL")
 
 
-class Split(InputPartition):
-    """The pieces that one task reads."""
-
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        super().__init__(pieces)
-        self.pieces = pieces
-
-
 class Reading:
     """The common part of a batch and a stream reader. Spark pickles it into the tasks."""
 
@@ -101,10 +93,8 @@ class Reading:
         )
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        # Spark makes a partition of its own if there is none.
-        if not isinstance(partition, Split):
-            return iter(())
-        return read_batches(self._options.source, partition.pieces, self._projection)
+        # The value is the pieces of one task, or None: Spark makes a partition if there is none.
+        return read_batches(self._options.source, partition.value or (), self._projection)
 
 
 def _decoder(schema: StructType, *, fail_fast: bool) -> ValueDecoder | None:
@@ -127,7 +117,7 @@ class BatchReader(Reading, DataSourceReader):
         # Tasks import this module, too, and must not wait for the database floor to load.
         from eventsql_orchestration.spark.batch_planner import plan_batch  # noqa: PLC0415
 
-        return [Split(pieces) for pieces in plan_batch(self._options, self._conditions)]
+        return [InputPartition(pieces) for pieces in plan_batch(self._options, self._conditions)]
 
 
 class FilteringReader(BatchReader):

@@ -17,7 +17,7 @@ from eventsql_orchestration.spark.filters import Conditions
 from eventsql_orchestration.spark.offset_bounds import FIRST
 from eventsql_orchestration.spark.ranges import shares
 from eventsql_orchestration.spark.read_options import ReadOptions
-from eventsql_orchestration.spark.reader import Reading, Split
+from eventsql_orchestration.spark.reader import Reading
 from eventsql_orchestration.spark.shards import ALONE, naming
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
                     rows = Conditions().with_consumer(filters.get(tp.topic), self._options.source.schema).rows
                     # A partition that the checkpoint does not have yet is read from its beginning.
                     wanted.append(Wanted(logs, offsets, rows, complete=self._found(start, tp) is not None))
-        return [Split(pieces) for pieces in even_splits(self._options, wanted)]
+        return [InputPartition(pieces) for pieces in even_splits(self._options, wanted)]
 
     def commit(self, end: dict[str, Any]) -> None:
         if self._options.consumer is not None:

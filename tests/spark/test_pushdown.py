@@ -26,7 +26,7 @@ from eventsql_orchestration.dagster import EventSQLResource
 from eventsql_orchestration.errors import ClaimLostError
 from eventsql_orchestration.spark.filters import Conditions, push
 from eventsql_orchestration.spark.read_options import ReadOptions
-from eventsql_orchestration.spark.reader import FilteringReader, Split, read_schema
+from eventsql_orchestration.spark.reader import FilteringReader, read_schema
 from eventsql_orchestration.spark.source import EventSQLDataSource
 
 Read = Callable[..., DataFrame]
@@ -110,7 +110,7 @@ def filtering(dsn: str, *filters: Filter, **options: str) -> tuple[FilteringRead
 
 
 def ranges_of(reader: FilteringReader) -> list[OffsetRange]:
-    return [piece.offsets for split in reader.partitions() if isinstance(split, Split) for piece in split.pieces]
+    return [piece.offsets for split in reader.partitions() for piece in split.value]
 
 
 def test_filters_narrow_what_is_planned(platform: EventSQL, dsn: str, orders: str) -> None:

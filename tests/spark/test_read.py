@@ -38,7 +38,7 @@ from eventsql_orchestration.spark.adbc import known_database
 from eventsql_orchestration.spark.log_tasks import TYPES, Piece, Projection, read_batches
 from eventsql_orchestration.spark.options import Source
 from eventsql_orchestration.spark.ranges import Occupied, Stretch, equal_parts, even_tasks, shares
-from eventsql_orchestration.spark.reader import Split, read_schema
+from eventsql_orchestration.spark.reader import read_schema
 from eventsql_orchestration.spark.source import EventSQLDataSource
 from eventsql_orchestration.spark.writer import Staged
 from tests.forms import stored
@@ -76,7 +76,7 @@ def splits_of(dsn: str, topic: str, **options: object) -> list[OffsetRange]:
 
 def ranges_of(splits: Sequence[InputPartition]) -> list[OffsetRange]:
     """The range of each split; of one of several, each."""
-    return [piece.offsets for split in splits if isinstance(split, Split) for piece in split.pieces]
+    return [piece.offsets for split in splits for piece in split.value]
 
 
 # Batches

@@ -27,7 +27,7 @@ from eventsql_orchestration.errors import (
 from eventsql_orchestration.model import Retention
 from eventsql_orchestration.spark import FORMAT, eventsql_error
 from eventsql_orchestration.spark.read_options import ReadOptions
-from eventsql_orchestration.spark.reader import BatchReader, FilteringReader, Split, read_schema
+from eventsql_orchestration.spark.reader import BatchReader, FilteringReader, read_schema
 from eventsql_orchestration.spark.source import EventSQLDataSource
 from tests.conftest import Prepared
 from tests.shards.conftest import Databases, databases
@@ -89,13 +89,7 @@ def reader_of(dsn: str, **options: object) -> BatchReader:
 
 
 def ranges_of(splits: Sequence[InputPartition]) -> list[tuple[str, OffsetRange]]:
-    return [
-        (piece.shard.name, piece.offsets)
-        for split in splits
-        if isinstance(split, Split)
-        for piece in split.pieces
-        if piece.shard is not None
-    ]
+    return [(piece.shard.name, piece.offsets) for split in splits for piece in split.value if piece.shard is not None]
 
 
 def columns_of(reader: BatchReader, *names: str) -> list[tuple[Any, ...]]:
@@ -140,8 +134,8 @@ def test_the_order_of_the_urls_does_not_matter(platform: EventSQL, dsn: str, url
 
 
 def test_tasks_are_even_over_all_shards(platform: EventSQL, dsn: str) -> None:
-    splits = [split for split in reader_of(dsn, numPartitions=7).partitions() if isinstance(split, Split)]
-    events = [sum(piece.offsets.upto - piece.offsets.after for piece in split.pieces) for split in splits]
+    splits = reader_of(dsn, numPartitions=7).partitions()
+    events = [sum(piece.offsets.upto - piece.offsets.after for piece in split.value) for split in splits]
     assert len(events) == 7
     assert sum(events) == EVENTS
     assert max(events) - min(events) <= 1
@@ -168,7 +162,7 @@ def test_one_database_is_not_asked_about_shards(
 ) -> None:
     monkeypatch.setattr("eventsql_orchestration.spark.multi_log_planner.ShardStore", None)
     source = EventSQLDataSource({"dsn": urls[0], "subscribe": "orders"})
-    pieces = [piece for split in source.reader(ONE).partitions() if isinstance(split, Split) for piece in split.pieces]
+    pieces = [piece for split in source.reader(ONE).partitions() for piece in split.value]
     assert [piece.shard for piece in pieces] == [None]
     stream = source.streamReader(ONE)
     try:

@@ -13,7 +13,7 @@ from pyspark.sql.types import StructType
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.errors import PartitionOutOfRangeError, ValidationError
 from eventsql_orchestration.spark.read_options import ReadOptions
-from eventsql_orchestration.spark.reader import BatchReader, FilteringReader, Reading, Split, read_schema
+from eventsql_orchestration.spark.reader import BatchReader, FilteringReader, Reading, read_schema
 from eventsql_orchestration.spark.stream import StreamReader
 
 Publish = Callable[..., None]
@@ -40,11 +40,7 @@ def batch(dsn: str, topic: str, **given: str) -> BatchReader:
 def offsets(reader: Reading, splits: object) -> list[int]:
     assert isinstance(splits, list)
     return sorted(
-        offset
-        for split in splits
-        if isinstance(split, Split)
-        for batch in reader.read(split)
-        for offset in batch.column("offset").to_pylist()
+        offset for split in splits for batch in reader.read(split) for offset in batch.column("offset").to_pylist()
     )
 
 

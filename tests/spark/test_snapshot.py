@@ -15,7 +15,7 @@ from eventsql_orchestration import EventSQL, OffsetRange, Topic
 from eventsql_orchestration.errors import DataLossError, EventSQLError
 from eventsql_orchestration.model import Retention
 from eventsql_orchestration.spark.log_planner import Logs
-from eventsql_orchestration.spark.reader import BatchReader, Split, read_schema
+from eventsql_orchestration.spark.reader import BatchReader, read_schema
 from eventsql_orchestration.spark.source import EventSQLDataSource
 
 Publish = Callable[..., None]
@@ -37,7 +37,7 @@ def reader_of(dsn: str, **options: object) -> BatchReader:
 
 
 def ranges_of(reader: BatchReader) -> list[OffsetRange]:
-    return [piece.offsets for split in reader.partitions() if isinstance(split, Split) for piece in split.pieces]
+    return [piece.offsets for split in reader.partitions() for piece in split.value]
 
 
 def offsets_read(reader: BatchReader) -> list[int]:
@@ -73,8 +73,7 @@ def test_several_topics_are_one_table(orders: str, rides: str, read: Read) -> No
 
 def test_tasks_are_even_over_topics(dsn: str, orders: str, rides: str) -> None:
     reader = reader_of(dsn, subscribe="orders,rides", minPartitions=13)
-    splits = [split for split in reader.partitions() if isinstance(split, Split)]
-    events = [sum(piece.offsets.upto - piece.offsets.after for piece in split.pieces) for split in splits]
+    events = [sum(piece.offsets.upto - piece.offsets.after for piece in split.value) for split in reader.partitions()]
     assert events == [100] * 13
 
 

@@ -31,7 +31,7 @@ from eventsql_orchestration.errors import (
 from eventsql_orchestration.model import STORAGES, Retention, Storage
 from eventsql_orchestration.spark import FORMAT, eventsql_error
 from eventsql_orchestration.spark.log_planner import Logs
-from eventsql_orchestration.spark.reader import Split, read_schema
+from eventsql_orchestration.spark.reader import read_schema
 from eventsql_orchestration.spark.source import EventSQLDataSource
 from eventsql_orchestration.spark.stream import StreamReader
 from tests.forms import stored
@@ -43,7 +43,7 @@ ALL = read_schema(headers=True)
 
 
 def ranges_of(splits: Sequence[InputPartition]) -> list[OffsetRange]:
-    return [piece.offsets for split in splits if isinstance(split, Split) for piece in split.pieces]
+    return [piece.offsets for split in splits for piece in split.value]
 
 
 def offsets_read(reader: StreamReader, start: dict[str, Any], end: dict[str, Any]) -> list[int]:

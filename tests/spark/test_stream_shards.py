@@ -21,7 +21,7 @@ from eventsql_orchestration.model import Retention
 from eventsql_orchestration.shards.add_shard import ShardAddition
 from eventsql_orchestration.shards.shard_state import ShardStore
 from eventsql_orchestration.spark import FORMAT
-from eventsql_orchestration.spark.reader import Split, read_schema
+from eventsql_orchestration.spark.reader import read_schema
 from eventsql_orchestration.spark.source import EventSQLDataSource
 from eventsql_orchestration.spark.stream import StreamReader
 from tests.shards.conftest import Databases, databases
@@ -97,7 +97,6 @@ def events_in(reader: StreamReader, start: dict[str, Any], end: dict[str, Any]) 
     splits: Sequence[InputPartition] = reader.partitions(start, end)
     for split in splits:
         for batch in reader.read(split):
-            assert isinstance(split, Split)
             for name in batch["shard"].to_pylist():
                 found[name] += 1
     return dict(found)
