@@ -585,6 +585,18 @@ def test_the_mark_stays_before_the_ids_of_a_transaction_that_is_open(platform: E
     assert values(platform) == ["before", "after", "after", "after", "open", "later", "later", "later"]
 
 
+def test_the_mark_follows_while_one_publisher_after_another_is_open(platform: EventSQL, sessions: Sessions) -> None:
+    one, other = sessions(), sessions()
+    platform.publisher.publish(order("one"), connection=one)
+    platform.publisher.publish(order("seen"))
+    platform.transfer.run_once()
+    seen = newest_id(sessions)
+    platform.publisher.publish(order("other"), connection=other)
+    one.commit()
+    platform.transfer.run_once()
+    assert marks(platform.shards[0].transfer) == {"orders": seen}
+
+
 def test_the_mark_is_not_held_back_by_a_transaction_that_only_reads(platform: EventSQL, sessions: Sessions) -> None:
     reader = sessions()
     reader.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
