@@ -31,7 +31,7 @@ from eventsql_orchestration.consuming.deliveries import OWNER, Deliveries
 from eventsql_orchestration.consuming.delivery import Delivery, HandOut
 from eventsql_orchestration.consuming.lag_values import LagCause
 from eventsql_orchestration.consuming.lost_connections import FREE_LOSSES
-from eventsql_orchestration.database import Connection
+from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.database.rows import fetch_all
 from eventsql_orchestration.errors import (
     ClaimLostError,
@@ -561,6 +561,22 @@ def test_a_process_takes_events_of_an_ended_one_that_had_the_same_number(platfor
     again = own.register("a process")
     assert again == ended
     assert [each.event.id for each in own.hand_out(again, -1, 9).deliveries] == ids
+
+
+def test_a_process_does_not_wait_for_another_that_renews_its_late_lease(
+    platform: EventSQL, session: Connection, dsn: str
+) -> None:
+    ids, own = fill(platform, "ab"), process(platform)
+    late, worker = own.register("a late process"), own.register("a process")
+    own.hand_out(late, -1, 1)
+    session.execute("UPDATE eventsql.consumer_worker SET eql_expires_at = 'epoch'")
+    session.autocommit = False
+    session.execute("UPDATE eventsql.consumer_worker SET eql_expires_at = 'infinity' WHERE eql_id = %s", [late])
+    with Database(f"{dsn}?options=-clock_timeout%3D100") as impatient:
+        own._database = impatient
+        assert [each.event.id for each in own.hand_out(worker, -1, 9).deliveries] == ids[1:]
+        session.commit()
+        assert own.renew(late)
 
 
 def test_an_event_whose_handler_outlasts_the_stop_is_not_handed_out_beside_it(
