@@ -396,6 +396,20 @@ def test_a_topic_for_dead_letters_takes_a_spent_event_later(platform: EventSQL, 
     assert len(platform.dead_letters.list("payments")) == 1
 
 
+def test_a_spent_event_that_is_due_waits_until_somebody_takes_dead_letters(
+    platform: EventSQL, session: Connection
+) -> None:
+    platform.registry.register_consumer(Consumer("payments", "mailer"), max_attempts=1)
+    ids, own = fill(platform, "aab"), process(platform)
+    worker = own.register("a process")
+    spent, behind, _ = own.hand_out(worker, -1, 9).deliveries
+    own.fail(spent, ValueError("never"), counts=True, behind=[behind])
+    session.execute("UPDATE eventsql.consumer_delivery SET eql_due_at = clock_timestamp() WHERE eql_attempts > 0")
+    assert own.hand_out(worker, -1, 9).deliveries == []
+    platform.registry.register_topic(Topic("payments_dlt"))
+    assert [each.event.id for each in own.hand_out(worker, -1, 9).deliveries] == ids[:2]
+
+
 def test_events_that_a_filter_leaves_out_are_passed(platform: EventSQL, until: Until) -> None:
     platform.registry.register_consumer(Consumer("payments", "mailer"), filter=EventFilter(keys=frozenset({"a"})))
     ids = fill(platform, "abab")
