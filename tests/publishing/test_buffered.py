@@ -25,10 +25,12 @@ from eventsql_orchestration.errors import (
     DatabaseError,
     PartitionOutOfRangeError,
     PublisherClosedError,
+    TopicNotFoundError,
     ValidationError,
 )
 from eventsql_orchestration.publishing.buffer_limits import BufferLimits
 from eventsql_orchestration.publishing.lanes import Lanes
+from eventsql_orchestration.publishing.placements import Placements
 from eventsql_orchestration.threads import Wake, in_thread, start_thread
 from eventsql_orchestration.topics.partitioner import partition_of_key
 from tests.forms import none_is, stored
@@ -767,3 +769,48 @@ def test_neighbouring_partitions_are_spread_over_all_lanes(flushes: int, topic: 
     lanes: Lanes[None] = Lanes(Partitions(), BufferLimits(flushes=flushes), lambda *_: None)  # type: ignore[arg-type]  # no database
     chosen = [lanes.assign(Publication(topic, b"", partition=n), Topic(topic, 9)).lane for n in range(9)]
     assert set(chosen) == set(range(flushes))
+
+
+class Refusing:
+    """Refuses every batch, once it is told to go on."""
+
+    hashes_keys = True
+
+    def __init__(self) -> None:
+        self.asked, self.go_on = threading.Event(), threading.Event()
+
+    def partition_of(self, publication: Publication, topic: Topic | None = None) -> int:
+        return publication.partition or 0
+
+    def publish_batch(self, publications: list[Publication]) -> Placements:
+        self.asked.set()
+        self.go_on.wait()
+        raise TopicNotFoundError("payments")
+
+
+def test_events_of_a_key_take_one_lane_whatever_their_partition_and_other_keys_take_others() -> None:
+    lanes: Lanes[None] = Lanes(Refusing(), BufferLimits(flushes=9), lambda *_: None)
+
+    def lanes_of(key: str) -> set[int]:
+        events = [Publication("orders", b"", key=key, partition=number) for number in (None, 1, 2)]
+        return {lanes.assign(event, Topic("orders", 9)).lane for event in events}
+
+    chosen = [lanes_of(str(number)) for number in range(100)]
+    assert all(len(of_key) == 1 for of_key in chosen)
+    assert len(set().union(*chosen)) > 1
+
+
+def test_an_event_that_closing_gave_up_is_settled_once() -> None:
+    """Though the batch under way fails later, and is tried again in parts."""
+    publisher, settled = Refusing(), list[str]()
+    limits = BufferLimits(flushes=1, max_events=2, max_age=NEVER)
+    lanes: Lanes[str] = Lanes(publisher, limits, lambda names, _outcome: settled.extend(names))
+    for topic in ("orders", "payments"):
+        lanes.put(lanes.assign(Publication(topic, b""), Topic(topic)), topic)
+    publisher.asked.wait(PATIENCE)
+    (thread,) = [lane.thread for lane in lanes._lanes]
+    assert thread is not None
+    lanes.close(0)
+    publisher.go_on.set()
+    thread.join(PATIENCE)
+    assert settled == ["orders", "payments"]
