@@ -578,7 +578,7 @@ def test_a_process_takes_events_of_an_ended_one_that_had_the_same_number(platfor
 
 
 def test_a_process_does_not_wait_for_another_that_renews_its_late_lease(
-    platform: EventSQL, session: Connection, dsn: str
+    platform: EventSQL, session: Connection, direct_dsn: str
 ) -> None:
     ids, own = fill(platform, "ab"), process(platform)
     late, worker = own.register("a late process"), own.register("a process")
@@ -586,7 +586,7 @@ def test_a_process_does_not_wait_for_another_that_renews_its_late_lease(
     session.execute("UPDATE eventsql.consumer_worker SET eql_expires_at = 'epoch'")
     session.autocommit = False
     session.execute("UPDATE eventsql.consumer_worker SET eql_expires_at = 'infinity' WHERE eql_id = %s", [late])
-    with Database(f"{dsn}?options=-clock_timeout%3D100") as impatient:
+    with Database(f"{direct_dsn}?options=-clock_timeout%3D100") as impatient:
         own._database = impatient
         assert [each.event.id for each in own.hand_out(worker, -1, 9).deliveries] == ids[1:]
         session.commit()

@@ -113,13 +113,13 @@ def test_deduplication_counts_when_the_first_sender_commits(
 
 
 def test_a_sender_does_not_wait_for_the_transaction_of_a_sender_of_another_id(
-    dsn: str, database: Database, queue: Queue
+    direct_dsn: str, database: Database, queue: Queue
 ) -> None:
     for name in ("v", "x", "y"):
         queue.send(b"before", deduplication_id=name)
     with database.connection() as connection:
         connection.execute("UPDATE eventsql.queue_deduplication SET eql_expires_at = now() - interval '1 s'")
-        with connection.transaction(), Database(f"{dsn}?options=-clock_timeout%3D100") as impatient:
+        with connection.transaction(), Database(f"{direct_dsn}?options=-clock_timeout%3D100") as impatient:
             for name in ("y", "z"):
                 queue.send(b"open", deduplication_id=name, connection=connection)
             Queue(impatient, queue.name).send(b"beside", deduplication_id="x")
