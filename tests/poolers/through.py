@@ -23,6 +23,7 @@ _COUNTED = "a pooler makes more statements necessary"
 _ENDED = "it ends a session by its process number, which is the pooler's own invention"
 _RESTARTED = "the server goes away: for a while, the pooler says so after it has come back"
 _DROPPED = "the database is dropped in the middle of a COPY: what a pooler answers to that is its own"
+_CONNECTED = "the server is asked for a session anew, and the pooler has one, or logs in as its own user"
 _WARNED = "standard error tells of the pooler"
 _SESSION = "the test itself keeps something on a session"
 
@@ -32,6 +33,7 @@ LEFT_OUT: Final[dict[str, str]] = {
     "tests/log/test_plans_at_scale.py": _SESSION,
     "tests/queue/test_queue_plans.py": _SESSION,
     "tests/consuming/test_interleavings.py": _ENDED,
+    "tests/maintenance/test_change_interleavings.py": _SESSION,
     "tests/log/test_faults.py": _RESTARTED,
     "tests/log/test_stateful.py": _SESSION,
     "tests/publishing/test_conformance.py::test_a_server_that_goes_away": _RESTARTED,
@@ -45,8 +47,16 @@ LEFT_OUT: Final[dict[str, str]] = {
     "tests/consuming/test_consumers.py::test_too_few_events": _NOTIFIED,
     "tests/consuming/test_consumers.py::test_a_resumed_consumer": _NOTIFIED,
     "tests/consuming/test_consumers.py::test_an_idle_consumer_of_many_partitions": _NOTIFIED,
+    "tests/consuming/test_failures.py::test_the_events_behind_a_dead_letter_wait_for_no_notification": _NOTIFIED,
+    "tests/publishing/test_outbox.py::test_a_transfer_looks_again_and_again": _NOTIFIED,
+    "tests/queue/test_features.py::test_a_receiver_hears_of_a_message": _NOTIFIED,
+    "tests/queue/test_features.py::test_archived_messages_are_kept": _SESSION,
     "tests/store/test_subscription.py::test_a_running_subscription_is_woken": _NOTIFIED,
     "tests/publishing/test_transfer.py::test_the_mark_": _MARKED,
+    "tests/publishing/test_transfer.py::test_a_look_sends_no_marks": _MARKED,
+    "tests/publishing/test_transfer.py::test_the_server_compiles_no_statement": _SESSION,
+    "tests/publishing/test_statement.py::test_a_drivers_own_encoder": _SESSION,
+    "tests/publishing/test_statement.py::test_a_service_commits": _SESSION,
     "tests/database/test_single_statement.py::test_a_connection_prepares": _SESSION,
     "tests/database/test_single_statement.py::test_a_plan_of_a_briefly": _SESSION,
     "tests/publishing/test_transfer.py::test_an_idle_look_is_one_statement": _COUNTED,
@@ -54,9 +64,16 @@ LEFT_OUT: Final[dict[str, str]] = {
     "tests/publishing/test_straight.py::test_what_lies_in_the_buffer_takes_three_more": _COUNTED,
     "tests/publishing/test_transfer.py::test_an_event_of_a_prepared_transaction": _RESTARTED,
     "tests/publishing/test_transfer.py::test_a_server_that_is_down": _RESTARTED,
+    "tests/publishing/test_transfer.py::test_a_server_that_restarted": _RESTARTED,
+    "tests/consuming/test_lost_connections.py::test_an_event_that_takes_the_server_down": _RESTARTED,
     "tests/publishing/test_transfer.py::test_the_loop_waits_for_a_server": _RESTARTED,
     "tests/storage/test_segments.py::test_a_table_that_something_hangs_on": _SESSION,
     "tests/cli/test_program.py::test_a_database_that_goes_away": _DROPPED,
+    "tests/cli/test_doctor.py::test_a_database_that_takes_no_writes": _CONNECTED,
+    "tests/cli/test_doctor.py::test_a_server_without_a_connection_left": _CONNECTED,
+    "tests/cli/test_program.py::test_a_wrong_password": _CONNECTED,
+    "tests/cli/test_program.py::test_the_doctor_tells_a_role_without_rights": _CONNECTED,
+    "tests/cli/test_store.py::test_lag_and_doctor_tell_which_process": _ENDED,
     "tests/cli/test_events.py::test_following_": _WARNED,
     "tests/cli/test_events.py::test_ctrl_c_": _WARNED,
 }

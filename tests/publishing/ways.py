@@ -51,7 +51,7 @@ def _batch(platform: EventSQL, publications: Sequence[Publication]) -> list[Outc
 def _outbox(platform: EventSQL, publications: Sequence[Publication]) -> list[Outcome]:
     half = len(publications) // 2
     try:
-        with psycopg.connect(platform.database.dsn) as mine:
+        with psycopg.connect(platform.database.dsn, prepare_threshold=None) as mine:
             for publication in publications[:half]:
                 platform.publisher.publish(publication, connection=mine)
             platform.publisher.publish_all(publications[half:], connection=mine)
