@@ -88,11 +88,18 @@ def schema_finding(database: Database, *, embedded: bool) -> Finding:
 
 
 def rights_findings(database: Database) -> Iterator[Finding]:
-    """Roles that could make objects which the platform would use, and functions that every role may execute.
+    """Functions that every role may execute, and roles that could make objects which the platform would use.
 
-    If the admin role does not own the tables, only that is found.
+    The admin role is one of these roles if it does not own the tables: then it gets its tables back first.
     """
     roles = Roles(database)
+    if functions := roles.open_functions():
+        yield warning(
+            "schema",
+            "every role may execute functions that run with their owner's rights, as after a restore with "
+            f"--no-privileges: {', '.join(functions)}",
+            f"REVOKE EXECUTE ON FUNCTION {', '.join(functions)} FROM PUBLIC",
+        )
     deprived = None
     with suppress(PermissionDeniedError):  # A later check asks for the role reader.
         deprived = roles.deprived_admin()
@@ -112,13 +119,6 @@ def rights_findings(database: Database) -> Iterator[Finding]:
             "schema",
             f"{name} may create objects in {database.schema}: the platform would use tables made there",
             f"REVOKE CREATE ON SCHEMA {schema} FROM {revoked}",
-        )
-    if functions := roles.open_functions():
-        yield warning(
-            "schema",
-            "every role may execute functions that run with their owner's rights, as after a restore with "
-            f"--no-privileges: {', '.join(functions)}",
-            f"REVOKE EXECUTE ON FUNCTION {', '.join(functions)} FROM PUBLIC",
         )
 
 

@@ -59,15 +59,15 @@ def test_doctor_as_another_role_asks_for_the_role_reader_alone(login: Login) -> 
     assert refused["remedy"].startswith("grant the login the role reader, ")
 
 
+WITHOUT_PRIVILEGES = "UPDATE pg_proc SET proacl = NULL WHERE prosecdef AND pronamespace = 'eventsql'::regnamespace"
+"""As after a restore with --no-privileges: by default, PUBLIC may execute a function."""
+
+
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
         ("GRANT CREATE ON SCHEMA eventsql TO PUBLIC", "every role may create objects in eventsql"),
-        (
-            # As after a restore with --no-privileges: by default, PUBLIC may execute a function.
-            "UPDATE pg_proc SET proacl = NULL WHERE prosecdef AND pronamespace = 'eventsql'::regnamespace",
-            "every role may execute functions that run with their owner's rights",
-        ),
+        (WITHOUT_PRIVILEGES, "every role may execute functions that run with their owner's rights"),
     ],
 )
 def test_doctor_names_rights_that_every_role_has_and_how_to_revoke_them(
@@ -102,6 +102,18 @@ def test_doctor_names_the_command_that_gives_the_tables_to_the_admin_role_after_
     _, _, command = finding["remedy"].partition(": eventsql ")
     assert _run(direct_dsn, *command.split()).exit_code == 0
     assert found() == []
+
+
+@pytest.mark.usefixtures("own_roles")
+def test_doctor_names_what_every_role_may_execute_also_after_a_restore_without_owners(
+    owner: EventSQL, direct_dsn: str, prefix: str
+) -> None:
+    with owner.database.connection() as connection:
+        connection.execute(f"REASSIGN OWNED BY {prefix}_admin TO CURRENT_USER")
+        connection.execute(WITHOUT_PRIVILEGES)
+    findings = json.loads(_run(direct_dsn, "doctor", "--json").stdout)["findings"]
+    found = [each["message"] for each in findings if each["check"] == "schema" and each["status"] != "ok"]
+    assert [message.split()[:3] for message in found] == [["every", "role", "may"], ["the", "tables", "belong"]]
 
 
 COMMANDS: dict[str, list[tuple[str, ...]]] = {
