@@ -101,8 +101,8 @@ def idle_findings(shard: Shard) -> Iterator[Finding]:
         if working:
             place, beside = _place(topic, name, late[0].partition, more=len(late) - 1), ", while other partitions go on"
             remedy = (
-                "no fault if it waits for more events or for a free worker; if its handler does not return, which the "
-                "log of its process and the findings about transactions tell, end that process: another goes on"
+                "no fault if it waits for more events or for a free worker; the log of its process tells of errors; if "
+                "its handler does not return, a finding about transactions names its session: start that process again"
             )
         else:
             place, beside, late = _place(topic, name), "", lags
