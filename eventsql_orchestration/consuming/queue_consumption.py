@@ -79,10 +79,10 @@ class QueueConsumption(Running):
         self._working_threads = workers
         self._worked_off = threading.Event()
         """Set when no worker has an event any more, or when `stop` no longer waits for the workers."""
-        self._failing: set[str] = set()
-        """The threads that met an error, until their work succeeds again."""
+        self._failing: set[str | int] = set()
+        """What met an error, until it succeeds again: looks at the log, partitions, settling, the lease."""
         self._fault: str | None = None
-        """The error of a failing thread that was logged last."""
+        """The last of these errors that was logged."""
         began = time.monotonic()
         self._worker = deliveries.register(owner_name())
         self._lease_until = began + lease
@@ -135,17 +135,22 @@ class QueueConsumption(Running):
 
     def _fetch(self) -> None:
         while (partitions := self._await_due()) is not None:
+            fetched: int | None = None
             try:
                 found = self._look(dict.fromkeys(partitions, 1))
                 with self._fetching:
                     self._ahead.adapt(waiting=len(self._backlog.ready))
-                for partition in self._to_fetch(partitions, found):
-                    self._fetch_partition(partition, found[partition] or 0.0)
-                self._succeeded("fetch")
+                wanted = self._to_fetch(partitions, found)
+                self._succeeded("look", *set(partitions).difference(wanted))
+                for fetched in wanted:
+                    self._fetch_partition(fetched, found[fetched] or 0.0)
+                    self._succeeded(fetched)
             except BaseException as error:  # noqa: BLE001 - reported; the consumer would stop silently
-                self._report("fetch", error)
+                self._report("look" if fetched is None else fetched, error)
+                failed = dict.fromkeys(partitions if fetched is None else [fetched], time.monotonic() + FAULT_DELAY)
                 with self._fetching:
-                    self._due.update(dict.fromkeys(partitions, time.monotonic() + FAULT_DELAY))
+                    # The others do not wait for a partition that fails.
+                    self._due.update(dict.fromkeys(partitions, 0.0) | failed)
                 self._stop.wait(min(FAULT_DELAY, self._polling_delay))
 
     def _await_due(self) -> list[int] | None:
@@ -164,14 +169,15 @@ class QueueConsumption(Running):
         return None
 
     def _to_fetch(self, asked: Sequence[int], found: dict[int, float | None]) -> list[int]:
-        """The partitions with events, in the order of `_due`; new partitions follow."""
+        """The partitions with events, in the order of `_due`; new ones follow. After an error, one waits to be due."""
         with self._fetching:
             now = time.monotonic()
             for partition in asked:
                 if found.get(partition) is None:
                     delay = self._polling_delay if partition in found else self._idle_delay()
                     self._due[partition] = now + delay
-            known = [partition for partition in self._due if found.get(partition) is not None]
+            ready = [partition for partition in self._due if found.get(partition) is not None]
+            known = [partition for partition in ready if partition in asked or partition not in self._failing]
             return known + [partition for partition in found if partition not in self._due]
 
     def _idle_delay(self) -> float:
@@ -420,16 +426,16 @@ class QueueConsumption(Running):
         except EventSQLError as error:
             self._report("settle", error)
 
-    def _succeeded(self, thread: str) -> None:
-        if thread in self._failing:
-            self._failing.discard(thread)
+    def _succeeded(self, *what: str | int) -> None:
+        if self._failing.intersection(what):
+            self._failing.difference_update(what)
             if not self._failing:
                 self._fault = None
                 logger.info("%s goes on", self._name)
 
-    def _report(self, thread: str, error: BaseException) -> None:
+    def _report(self, what: str | int, error: BaseException) -> None:
+        self._failing.add(what)
         if isinstance(error, EventSQLError):
-            self._failing.add(thread)
             self._fault = log_fault(logger, self._name, error, again="trying again", logged=self._fault)
         else:
             logger.error("%s met an unexpected error; trying again", self._name, exc_info=error)

@@ -797,6 +797,30 @@ def test_acknowledgements_that_find_the_disk_full_are_one_line_in_the_log_until_
     assert said() == ["ERROR", "INFO"]
 
 
+def test_a_partition_that_cannot_be_fetched_stops_no_other_and_is_one_line_in_the_log(
+    platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hand_out, seen, left = deliveries.Deliveries.hand_out, Seen(), [True] * 3
+    ids = fill(platform, 12, "orders")
+    others = {event.id for event in platform.reader.read("orders") if event.partition != 0}
+
+    def refuse(own: deliveries.Deliveries, worker: int, partition: int, limit: int) -> HandOut:
+        if partition == 0 and (left or not others.issubset(seen.ids)):
+            del left[:1]
+            raise DatabaseBusyError("another session keeps the events")
+        return hand_out(own, worker, partition, limit)
+
+    monkeypatch.setattr(deliveries.Deliveries, "hand_out", refuse)
+    monkeypatch.setattr(queue_consumption, "FAULT_DELAY", 5 * POLLING)
+    monkeypatch.setattr(queue_consumption, "IDLE_POLLING", POLLING)
+    with (
+        caplog.at_level(logging.INFO, queue_consumption.__name__),
+        platform.consumers.start_queue("orders", "mailer", seen, polling_delay=POLLING),
+    ):
+        until(lambda: sorted(seen.ids) == ids)
+    assert [each.levelname for each in caplog.records if each.name == queue_consumption.__name__] == ["WARNING", "INFO"]
+
+
 def test_a_seek_under_a_running_handler_stops_no_settling(
     platform: EventSQL, until: Until, halt: Halt, caplog: pytest.LogCaptureFixture
 ) -> None:
