@@ -375,6 +375,15 @@ def test_letters_are_redriven_in_smaller_batches(
     assert max(sizes(session)) <= 3
 
 
+def test_a_single_letter_that_cannot_be_redriven_is_an_error(platform: EventSQL, refuse: Callable[..., None]) -> None:
+    platform.registry.register_topic(Topic("orders_dlt"))
+    publish(platform, 0, topic="orders_dlt")
+    platform.transfer.run_once()
+    refuse(0, table="event_buffer")
+    with pytest.raises(DatabaseBusyError):
+        platform.dead_letters.redrive("orders")
+
+
 def test_a_consumer_tries_larger_reads_again_after_some_smaller_ones(platform: EventSQL, reads: list[int]) -> None:
     platform.shards[0].consumers.commit_retry = CommitRetryLimits(batches=2)
     store(platform)
