@@ -102,6 +102,17 @@ def test_events_before_and_after_a_change_are_one_log(
     assert [row[0] for row in ranged] == [event.id for event in events[36:86]]
 
 
+def test_a_publisher_that_has_not_noticed_a_change_publishes_in_order(
+    platform: EventSQL, dsn: str, storage: Storage
+) -> None:
+    publish(platform, 0, 100)
+    with EventSQL(dsn) as other:
+        other.registry.set_storage("orders", OTHER[storage])
+    publish(platform, 100, 100)
+    publish(platform, 200, 100)
+    check_whole(platform.reader.read("orders"), 300)
+
+
 def test_a_consumer_goes_on_over_changes(platform: EventSQL, storage: Storage) -> None:
     platform.registry.register_consumer(Consumer("orders", "billing", partitioned=True))
     seen: list[Event] = []
