@@ -494,6 +494,22 @@ def test_a_process_that_takes_up_an_offset_does_not_wait_for_ever_for_a_handler_
     assert [each.event.id for each in own.hand_out(worker, -1, 1).deliveries] == ids[1:]
 
 
+@pytest.mark.parametrize("by", ["a pause", "a claim"])
+def test_a_partition_that_was_taken_away_since_the_look_hands_nothing_out(platform: EventSQL, by: str) -> None:
+    ids, own = fill(platform, "a"), process(platform)
+    worker = own.register("a process")
+    if by == "a pause":
+        platform.registry.pause("payments", "mailer")
+    else:
+        assert isinstance(platform.claims.claim("payments", "mailer", owner="another"), Claim)
+    assert own.hand_out(worker, -1, 9) == HandOut((), taken=False)
+    own.move_offset(worker, -1)
+    assert leased(platform) == (by == "a claim")
+    if by == "a pause":
+        platform.registry.resume("payments", "mailer")
+        assert [each.event.id for each in own.hand_out(worker, -1, 9).deliveries] == ids
+
+
 def test_a_partition_that_is_handed_out_has_no_live_claim(platform: EventSQL) -> None:
     fill(platform, "a")
     claim = platform.claims.claim("payments", "mailer", owner="a process that was killed", lease=1e-6)
