@@ -882,6 +882,21 @@ def test_an_event_whose_dead_letter_cannot_be_made_is_kept_and_tried_again(
     assert platform.transfer.run_once() == {"orders_dlt": 1}
 
 
+def test_an_event_whose_dead_letter_the_server_refuses_is_kept_and_tried_again(
+    platform: EventSQL, session: Connection
+) -> None:
+    spent(platform)
+    platform.registry.register_topic(Topic("orders_dlt"))
+    session.execute("ALTER TABLE eventsql.event_buffer ADD CONSTRAINT no_letter CHECK (eql_topic <> 'orders_dlt')")
+    assert consume(platform, Broken(4)) == 3
+    state = state_of(platform)
+    assert (state.last_event_id, state.failed_event_id, state.attempts) == (3, 4, 1)
+    session.execute("ALTER TABLE eventsql.event_buffer DROP CONSTRAINT no_letter")
+    make_due(platform)
+    assert consume(platform, Broken(4)) == 1
+    assert platform.transfer.run_once() == {"orders_dlt": 1}
+
+
 def test_an_event_that_is_too_large_for_a_dead_letter_is_passed_over_as_its_failure_advises(
     platform: EventSQL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
