@@ -1140,7 +1140,8 @@ def test_no_later_event_of_a_key_comes_while_an_earlier_one_is_given_back(
     seen, consumers = Seen(handle), platform.shards[0].consumers
     with consumers.start_queue("payments", "mailer", seen, polling_delay=POLLING) as started:
         monkeypatch.setattr(started, "_exchange", exchange)
-        ids = fill(platform, "aa")
+        # The later event may be in the log before these two are read.
+        ids = fill(platform, "aa")[:2]
         until(lambda: later and at_rest(platform))
     assert seen.ids == [ids[0], *ids, *later]
 
