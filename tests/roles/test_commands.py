@@ -59,6 +59,12 @@ def test_doctor_as_another_role_asks_for_the_role_reader_alone(login: Login) -> 
     assert refused["remedy"].startswith("grant the login the role reader, ")
 
 
+def _schema_findings(dsn: str) -> list[dict[str, str]]:
+    """What the doctor finds wrong with the platform's tables."""
+    findings = json.loads(_run(dsn, "doctor", "--json").stdout)["findings"]
+    return [each for each in findings if each["check"] == "schema" and each["status"] != "ok"]
+
+
 WITHOUT_PRIVILEGES = "UPDATE pg_proc SET proacl = NULL WHERE prosecdef AND pronamespace = 'eventsql'::regnamespace"
 """As after a restore with --no-privileges: by default, PUBLIC may execute a function."""
 
@@ -73,35 +79,28 @@ WITHOUT_PRIVILEGES = "UPDATE pg_proc SET proacl = NULL WHERE prosecdef AND prona
 def test_doctor_names_rights_that_every_role_has_and_how_to_revoke_them(
     owner: EventSQL, direct_dsn: str, fault: str, message: str
 ) -> None:
-    def found() -> list[dict[str, str]]:
-        findings = json.loads(_run(direct_dsn, "doctor", "--json").stdout)["findings"]
-        return [each for each in findings if each["check"] == "schema" and each["status"] == "warning"]
-
-    assert found() == []
+    assert _schema_findings(direct_dsn) == []
     with owner.database.connection() as connection:
         connection.execute(fault)
-    (warning,) = found()
+    (warning,) = _schema_findings(direct_dsn)
+    assert warning["status"] == "warning"
     assert warning["message"].startswith(message)
     with owner.database.connection() as connection:
         connection.execute(warning["remedy"])
-    assert found() == []
+    assert _schema_findings(direct_dsn) == []
 
 
 @pytest.mark.usefixtures("own_roles")
 def test_doctor_names_the_command_that_gives_the_tables_to_the_admin_role_after_a_restore_without_owners(
     owner: EventSQL, direct_dsn: str, prefix: str
 ) -> None:
-    def found() -> list[dict[str, str]]:
-        findings = json.loads(_run(direct_dsn, "doctor", "--json").stdout)["findings"]
-        return [each for each in findings if each["check"] == "schema" and each["status"] != "ok"]
-
     with owner.database.connection() as connection:
         connection.execute(f"REASSIGN OWNED BY {prefix}_admin TO CURRENT_USER")
-    (finding,) = found()
+    (finding,) = _schema_findings(direct_dsn)
     assert (finding["status"], f"and not to {prefix}_admin" in finding["message"]) == ("problem", True)
     _, _, command = finding["remedy"].partition(": eventsql ")
     assert _run(direct_dsn, *command.split()).exit_code == 0
-    assert found() == []
+    assert _schema_findings(direct_dsn) == []
 
 
 @pytest.mark.usefixtures("own_roles")
@@ -111,9 +110,8 @@ def test_doctor_names_what_every_role_may_execute_also_after_a_restore_without_o
     with owner.database.connection() as connection:
         connection.execute(f"REASSIGN OWNED BY {prefix}_admin TO CURRENT_USER")
         connection.execute(WITHOUT_PRIVILEGES)
-    findings = json.loads(_run(direct_dsn, "doctor", "--json").stdout)["findings"]
-    found = [each["message"] for each in findings if each["check"] == "schema" and each["status"] != "ok"]
-    assert [message.split()[:3] for message in found] == [["every", "role", "may"], ["the", "tables", "belong"]]
+    found = _schema_findings(direct_dsn)
+    assert [each["message"].split()[:3] for each in found] == [["every", "role", "may"], ["the", "tables", "belong"]]
 
 
 COMMANDS: dict[str, list[tuple[str, ...]]] = {
