@@ -439,3 +439,4 @@ class QueueConsumption(Running):
             self._fault = log_fault(logger, self._name, error, again="trying again", logged=self._fault)
         else:
             logger.error("%s met an unexpected error; trying again", self._name, exc_info=error)
+            self._fault = None

@@ -335,6 +335,7 @@ class Consumption(Running):
             self._faults[what] = log_fault(logger, what, error, again=again, logged=self._faults.get(what))
         else:
             logger.error("%s met an unexpected error; trying again in %.0f s", what, FAULT_DELAY, exc_info=error)
+            self._faults[what] = ""
 
     def _give_back(self, slot: _Slot, outcome: PollOutcome) -> None:
         """Put a slot back into the queue, or leave it idle until it is due."""

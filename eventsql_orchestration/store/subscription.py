@@ -325,7 +325,7 @@ class Subscription:
                     if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
                         raise
                     logger.exception("subscription %s goes on in %.0f s", self.name, FAULT_DELAY)
-                    delay = FAULT_DELAY
+                    delay, fault = FAULT_DELAY, ""
                 else:
                     if fault is not None:
                         logger.info("subscription %s goes on", self.name)

@@ -29,6 +29,7 @@ from eventsql_orchestration.database.notifications import BUFFER
 from eventsql_orchestration.errors import (
     ClaimLostError,
     ConsumerNotFoundError,
+    DatabaseBusyError,
     PartitionOutOfRangeError,
     TopicNotFoundError,
     ValidationError,
@@ -431,6 +432,34 @@ def test_a_consumer_that_gets_no_connection_warns_once_and_goes_on(
         ids = fill(platform, 3, "payments")
         until(lambda: sorted(handled) == ids)
     assert [level for level in said() if level != "DEBUG"] == ["WARNING", "INFO"]
+
+
+@pytest.mark.parametrize("way", ["start", "start_queue"])
+def test_an_error_that_is_back_after_another_one_is_a_line_in_the_log_of_a_consumer(
+    platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, way: str
+) -> None:
+    for module in (running, queue_consumption):
+        monkeypatch.setattr(module, "FAULT_DELAY", 0.01)
+    consumers = platform.shards[0].consumers
+    ready, errors = consumers._ready, [DatabaseBusyError("full"), ValueError("odd"), DatabaseBusyError("full")]
+
+    def look(*arguments: Any, **named: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return ready(*arguments, **named)
+
+    def said() -> list[str]:
+        return [
+            each.levelname for each in caplog.records if each.name in {running.__name__, queue_consumption.__name__}
+        ]
+
+    monkeypatch.setattr(consumers, "_ready", look)
+    with (
+        caplog.at_level(logging.INFO),
+        getattr(consumers, way)("payments", "mailer", lambda _event, _connection: None, polling_delay=0.01),
+    ):
+        until(lambda: "INFO" in said())
+    assert said() == ["WARNING", "ERROR", "WARNING", "INFO"]
 
 
 @pytest.mark.both_forms

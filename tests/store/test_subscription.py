@@ -378,6 +378,26 @@ def test_an_outage_is_one_line_in_the_log_of_a_subscription(
     ]
 
 
+def test_an_error_that_is_back_after_another_one_is_a_line_in_the_log_of_a_subscription(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("eventsql_orchestration.store.subscription.FAULT_DELAY", 0.01)
+    subscription, stop = subscribed(store), threading.Event()
+    errors: list[Exception] = [DatabaseUnavailableError("gone"), ValueError("odd"), DatabaseUnavailableError("gone")]
+
+    def away() -> Progress:
+        if errors:
+            raise errors.pop()
+        stop.set()
+        return Progress()
+
+    monkeypatch.setattr(subscription, "run_once", away)
+    with caplog.at_level(logging.INFO, "eventsql_orchestration.store.subscription"):
+        subscription.run(stop)
+    levels = [record.levelname for record in caplog.records if record.name.endswith(".subscription")]
+    assert levels == ["WARNING", "ERROR", "WARNING", "INFO"]
+
+
 @pytest.mark.parametrize("lose", [stand_still, Connection.close, fail_and_close, None])
 def test_a_change_whose_handler_ends_its_connection_or_always_loses_it_becomes_a_dead_letter(
     store: Store,
