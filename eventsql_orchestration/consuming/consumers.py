@@ -192,10 +192,9 @@ class Consumers:
         )  # fmt: skip
         return self.keep(
             QueueConsumption(
-                deliveries, handler, name=f"consumer {consumer!r} of topic {topic!r}", topic=topic,
-                partitions=[key.partition for key in keys], look=self._look(keys), workers=workers,
-                lease=seconds, polling_delay=in_seconds(polling_delay),
-                listener=self._listener,
+                deliveries, handler, name=f"consumer {consumer!r} of topic {topic!r}", where=str(self._database),
+                topic=topic, partitions=[key.partition for key in keys], look=self._look(keys), workers=workers,
+                lease=seconds, polling_delay=in_seconds(polling_delay), listener=self._listener,
             )
         )  # fmt: skip
 
@@ -203,8 +202,9 @@ class Consumers:
         keys = self._keys(topic, consumer)
         return self.keep(
             Consumption(
-                keys, look=self._look(keys), poll=poll, polling_delay=options.polling_delay, workers=workers,
-                listener=self._listener, throttle=self.throttles.of(topic, consumer),
+                keys, where=str(self._database), look=self._look(keys), poll=poll,
+                polling_delay=options.polling_delay, workers=workers, listener=self._listener,
+                throttle=self.throttles.of(topic, consumer),
             )
         )  # fmt: skip
 

@@ -49,11 +49,14 @@ class QueueConsumption(Running):
     """A consumer whose events are acknowledged one by one, on one database."""
 
     def __init__(
-        self, deliveries: Deliveries, handler: QueueHandler, *, name: str, topic: str, partitions: Sequence[int],
+        self, deliveries: Deliveries, handler: QueueHandler,
+        *, name: str, where: str, topic: str, partitions: Sequence[int],
         look: Look, workers: int, lease: float, polling_delay: float, listener: Listener | None = None,
     ) -> None:  # fmt: skip
+        """`name` and `where`, the database, are for the log."""
         self._deliveries = deliveries
         self._name = name
+        self._where = where
         self._look = look
         self._workers = workers
         self._lease = lease
@@ -431,7 +434,7 @@ class QueueConsumption(Running):
             self._failing.difference_update(what)
             if not self._failing:
                 self._fault = None
-                logger.info("%s goes on", self._name)
+                logger.info("%s goes on with %s", self._name, self._where)
 
     def _report(self, what: str | int, error: BaseException) -> None:
         self._failing.add(what)

@@ -123,10 +123,12 @@ class Consumption(Running):
 
     def __init__(
         self, keys: Sequence[ConsumerPartition],
-        *, look: Look, poll: Poll, polling_delay: float, workers: int = MAX_WORKERS,
+        *, where: str, look: Look, poll: Poll, polling_delay: float, workers: int = MAX_WORKERS,
         listener: Listener | None = None, throttle: Throttle | None = None,
     ) -> None:  # fmt: skip
+        """`where` names the database, for the log."""
         self._keys = keys
+        self._where = where
         self._throttle = throttle or Throttle()
         self._look = look
         self._poll = poll
@@ -325,7 +327,7 @@ class Consumption(Running):
 
     def _answered(self, what: str) -> None:
         if self._faults.pop(what, None) is not None:
-            logger.info("%s goes on", what)
+            logger.info("%s goes on with %s", what, self._where)
 
     def _report(self, what: str, error: BaseException) -> None:
         if self._cancellation.cancelled:

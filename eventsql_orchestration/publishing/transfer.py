@@ -131,7 +131,7 @@ class Transfer:
                 pause = min(pause * 2, max(longest, MAX_RETRY_DELAY))
                 continue
             if fault is not None:
-                logger.info("the transfer goes on")
+                logger.info("the transfer goes on with %s", self._database)
                 pause, fault = FIRST_DELAY, None
             if counts and on_moved is not None:
                 on_moved(counts)

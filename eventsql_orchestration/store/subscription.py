@@ -328,7 +328,7 @@ class Subscription:
                     delay, fault = FAULT_DELAY, ""
                 else:
                     if fault is not None:
-                        logger.info("subscription %s goes on", self.name)
+                        logger.info("subscription %s goes on with %s", self.name, self._database)
                         fault = None
                     if progress.more:
                         continue

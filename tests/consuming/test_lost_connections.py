@@ -168,9 +168,9 @@ def test_each_that_waited_for_the_server_tells_that_it_goes_on(
         "subscription letters", "the transfer",
     )  # fmt: skip
 
-    def told(level: int, ending: str = "") -> set[str]:
+    def told(level: int, what: str = "") -> set[str]:
         texts = [each.getMessage() for each in caplog.records if each.levelno == level]
-        return {who for who in waiting for text in texts if text.startswith(who) and text.endswith(ending)}
+        return {who for who in waiting for text in texts if text.startswith(f"{who} {what}")}
 
     platform.registry.register_consumer(Consumer("orders", "returns"))
     stop = threading.Event()
@@ -188,7 +188,8 @@ def test_each_that_waited_for_the_server_tells_that_it_goes_on(
             until(lambda: told(logging.WARNING) == set(waiting))
         finally:
             server.start()
-        until(lambda: told(logging.INFO, " goes on") == set(waiting))
+        until(lambda: told(logging.INFO, "goes on") == set(waiting))
+        assert f"the transfer goes on with {platform.database}" in caplog.text
         stop.set()
         transferring.join()
 
