@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
+
+import psycopg
 
 from eventsql_orchestration.consuming.claim_processing import live_owner
 from eventsql_orchestration.consuming.claim_values import Claim, NoClaim
@@ -11,12 +14,18 @@ from eventsql_orchestration.consuming.dead_letters import DeadLetters
 from eventsql_orchestration.consuming.partition import ConsumerPartition, LockedPartition, lock
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.rows import fetch_one
-from eventsql_orchestration.errors import ConsumerNotFoundError
+from eventsql_orchestration.database.translation import describe
+from eventsql_orchestration.errors import ConsumerNotFoundError, DatabaseBusyError, DatabaseUnavailableError
 from eventsql_orchestration.model import OffsetRange, how_often
 from eventsql_orchestration.storage.log_table import check_readable
 from eventsql_orchestration.storage.reading import LogReader
 from eventsql_orchestration.topics.layouts import HELD_BACK, Layouts
 from eventsql_orchestration.validation import advised
+
+_ENDED_BY_LIMIT: Final = (
+    psycopg.errors.QueryCanceled, psycopg.errors.LockNotAvailable, psycopg.errors.IdleInTransactionSessionTimeout
+)  # fmt: skip
+"""Errors of a server that ends a statement, a wait for a lock, or a session that stands still in a transaction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +70,22 @@ class ClaimMaker:
         return NoClaim(changing + settled.reason)
 
     def _claim(self, wanted: ClaimRequest) -> Claim | NoClaim | None:
-        """Make a claim in one transaction; None when the partition has consumed all events of its layout."""
+        """Make a claim in one transaction; None when the partition has consumed all events of its layout.
+
+        Raises `DatabaseBusyError` if the claim's own limit ends it, whatever the server ends then.
+        """
+        try:
+            return self._claim_in_time(wanted)
+        except (DatabaseBusyError, DatabaseUnavailableError) as error:
+            cause = error.__cause__
+            if not isinstance(cause, _ENDED_BY_LIMIT):
+                raise
+            raise DatabaseBusyError(
+                f"{wanted.key} was not claimed within {wanted.timeout:g} s, the limit of a claim ({describe(cause)}): "
+                "try again"
+            ) from cause
+
+    def _claim_in_time(self, wanted: ClaimRequest) -> Claim | NoClaim | None:
         topic, partition = wanted.key.topic, wanted.key.partition
         min_events, max_events = wanted.min_events, wanted.max_events
         with self._database.transaction() as connection:

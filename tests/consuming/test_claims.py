@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from psycopg.rows import dict_row
 from eventsql_orchestration import NOT_PARTITIONED, Consumer, Event, EventSQL, OffsetRange, Publication, Topic
 from eventsql_orchestration.consuming import claim_processing
 from eventsql_orchestration.consuming import claims as claims_module
+from eventsql_orchestration.consuming.claim_making import ClaimMaker
 from eventsql_orchestration.consuming.claim_processing import finish_claim
 from eventsql_orchestration.consuming.claims import Claim, Claims, NoClaim
 from eventsql_orchestration.consuming.failures import Failure
@@ -224,9 +226,24 @@ def test_claiming_does_not_wait_longer_than_its_timeout(platform: EventSQL, sess
     fill(platform, 2)
     migration = sessions()
     migration.execute("LOCK TABLE eventsql.orders_event")
-    with pytest.raises(DatabaseBusyError):
+    with pytest.raises(DatabaseBusyError, match=r"0\.05 s, the limit of a claim"):
         platform.claims.claim("orders", "whole", owner="me", timeout=0.05)
     migration.rollback()
+    assert claim(platform).events == 2
+
+
+def test_a_claim_whose_process_stood_still_may_be_tried_again(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(platform, 2)
+
+    def stand_still(_maker: ClaimMaker, connection: Connection, *_: object) -> None:
+        assert select.select([connection], [], [], PATIENCE)[0]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ClaimMaker, "_refusal", stand_still)
+        with pytest.raises(DatabaseBusyError):
+            platform.claims.claim("orders", "whole", owner="me", timeout=0.05)
     assert claim(platform).events == 2
 
 
