@@ -72,6 +72,16 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def age(duration: Duration) -> str:
+    """`30 d`, `1 h 30 min`, `2.5 s`: a duration, for messages, commands and pages."""
+    parts, left = [], in_seconds(duration)
+    for length, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
+        whole, left = divmod(left, length)
+        if whole:
+            parts.append(f"{whole:,.0f} {unit}")
+    return " ".join([*parts, f"{left:g} s"] if left or not parts else parts)
+
+
 def advised(words: str, *names: str) -> str:
     """The command `eventsql` that a message advises, as a shell takes it: its words and options, then the names."""
     end = "-- " if any(name.startswith("-") for name in names) else ""

@@ -49,14 +49,13 @@ from eventsql_orchestration.errors import (
     PermissionDeniedError,
     ShardsDifferError,
 )
-from eventsql_orchestration.orchestration.words import age
 from eventsql_orchestration.queue.lag import queue_lags
 from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.spark.java import find_java
 from eventsql_orchestration.storage import sequences
 from eventsql_orchestration.storage.legacy_writer_trigger import order, stranded
 from eventsql_orchestration.storage.log_table import broken_blocks
-from eventsql_orchestration.validation import advised, counted
+from eventsql_orchestration.validation import advised, age, counted
 
 _JSON: Final[Columns] = same("check", "status", "message", "remedy")
 

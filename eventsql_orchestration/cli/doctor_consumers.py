@@ -12,12 +12,11 @@ from eventsql_orchestration.consuming.dead_letter_values import refused, tried
 from eventsql_orchestration.consuming.deliveries import unattended
 from eventsql_orchestration.consuming.lag_values import ConsumerLag, LagCause
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX
-from eventsql_orchestration.orchestration.words import age
 from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.storage.metrics import COUNTED, LogMetrics
 from eventsql_orchestration.topics.leftovers import Leftovers
 from eventsql_orchestration.topics.side_consumers import without_backfills
-from eventsql_orchestration.validation import advised, counted
+from eventsql_orchestration.validation import advised, age, counted
 
 IDLE: Final = timedelta(minutes=10)
 """Time without consumption after which a consumer or subscription may have no process."""

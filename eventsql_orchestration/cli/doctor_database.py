@@ -17,8 +17,7 @@ from eventsql_orchestration.database.rows import fetch_all
 from eventsql_orchestration.database.sessions import connect
 from eventsql_orchestration.database.urls import each_server
 from eventsql_orchestration.errors import PermissionDeniedError
-from eventsql_orchestration.orchestration.words import age
-from eventsql_orchestration.validation import counted
+from eventsql_orchestration.validation import age, counted
 
 _OLDEST_SERVER: Final = 14
 """The oldest PostgreSQL that still gets fixes."""

@@ -14,11 +14,10 @@ from eventsql_orchestration.cli.output import timestamp
 from eventsql_orchestration.database import Queries
 from eventsql_orchestration.database.rows import query_all
 from eventsql_orchestration.errors import RestoredStoreError
-from eventsql_orchestration.orchestration.words import age
 from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.storage import sequences
 from eventsql_orchestration.store.store import Store
-from eventsql_orchestration.validation import advised, counted
+from eventsql_orchestration.validation import advised, age, counted
 from eventsql_orchestration.views.catalog import Views
 
 

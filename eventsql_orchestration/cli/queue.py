@@ -30,7 +30,6 @@ from eventsql_orchestration.cli.queue_work import check_command, work_off
 from eventsql_orchestration.cli.tables import Columns, same, show_fields, show_list
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.errors import EventSQLError, PartlySentError, QueueNotFoundError
-from eventsql_orchestration.orchestration.words import age
 from eventsql_orchestration.queue import (
     ArchivedMessage,
     Message,
@@ -42,7 +41,7 @@ from eventsql_orchestration.queue import (
     list_queues,
 )
 from eventsql_orchestration.queue.queue import MAX_WORKERS
-from eventsql_orchestration.validation import advised, check_name, counted
+from eventsql_orchestration.validation import advised, age, check_name, counted
 
 _SENT_AT_ONCE: Final = 1_000
 

@@ -15,10 +15,10 @@ from eventsql_orchestration.cli.tables import Column, Columns, partition_of, sam
 from eventsql_orchestration.consuming.lag_values import ConsumerLag
 from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError
 from eventsql_orchestration.model import BLOCKS, NOT_PARTITIONED, Topic
-from eventsql_orchestration.orchestration.words import age, kept, size
+from eventsql_orchestration.orchestration.words import kept, size
 from eventsql_orchestration.sharding import HELD
 from eventsql_orchestration.topics.positions import Back, Earliest
-from eventsql_orchestration.validation import counted
+from eventsql_orchestration.validation import age, counted
 
 if TYPE_CHECKING:
     from eventsql_orchestration.client.eventsql import EventSQL

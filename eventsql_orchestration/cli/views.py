@@ -31,8 +31,7 @@ from eventsql_orchestration.cli.parameters import (
     option,
 )
 from eventsql_orchestration.cli.tables import Columns, cell, picked, same, show_list
-from eventsql_orchestration.orchestration.words import age
-from eventsql_orchestration.validation import advised, check_name, counted
+from eventsql_orchestration.validation import advised, age, check_name, counted
 
 if TYPE_CHECKING:
     from eventsql_orchestration.views import (

@@ -8,10 +8,9 @@ from typing import Any, Final
 import dagster as dg
 
 from eventsql_orchestration.dagster.topics import Dependencies
-from eventsql_orchestration.orchestration.words import age
 from eventsql_orchestration.store import Projection
 from eventsql_orchestration.store.projection_definition import subscription_of
-from eventsql_orchestration.validation import check_name
+from eventsql_orchestration.validation import age, check_name
 from eventsql_orchestration.views import Definition
 
 STORE_KEY: Final = dg.AssetKey(["event_store"])

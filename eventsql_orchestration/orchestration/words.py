@@ -1,18 +1,9 @@
-"""Durations, sizes and retention in words, as every command and page shows them."""
+"""Sizes and retention in words, as every command and page shows them. `validation.age` has durations."""
 
 from __future__ import annotations
 
 from eventsql_orchestration.model import Retention
-from eventsql_orchestration.validation import counted
-
-
-def age(seconds: float) -> str:
-    parts, left = [], seconds
-    for length, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
-        whole, left = divmod(left, length)
-        if whole:
-            parts.append(f"{whole:,.0f} {unit}")
-    return " ".join([*parts, f"{left:g} s"] if left or not parts else parts)
+from eventsql_orchestration.validation import age, counted
 
 
 def size(number: int) -> str:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final, TypeAlias
 
 from eventsql_orchestration.database.log_names import names_log
 from eventsql_orchestration.errors import InvalidNameError, ValidationError
-from eventsql_orchestration.validation import check_kind, check_text, shown
+from eventsql_orchestration.validation import age, check_kind, check_text, shown
 
 MINUTE: Final = timedelta(minutes=1)
 EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
@@ -120,7 +120,7 @@ class Rollup(_Definition):
         self._check()
         _check_minutes("grain", self.grain, MINUTE, self.period)
         if self.period % self.grain:
-            raise ValidationError(f"period {self.period} is not a multiple of grain {self.grain}")
+            raise ValidationError(f"period {age(self.period)} is not a multiple of grain {age(self.grain)}")
         for what in ("dimensions", "values", "distinct", "quantiles", "indexed"):
             object.__setattr__(self, what, _check_columns(what, getattr(self, what)))
         for what, among in (("quantiles", "values"), ("indexed", "dimensions")):
@@ -241,4 +241,6 @@ def _check_columns(what: str, names: Sequence[str]) -> tuple[str, ...]:
 def _check_minutes(what: str, length: timedelta, least: timedelta, most: timedelta) -> None:
     check_kind(what, length, timedelta)
     if length % MINUTE or not least <= length <= most:
-        raise ValidationError(f"{what} {length} is not usable: use whole minutes, from {least} to {most}")
+        raise ValidationError(
+            f"{what} {age(length)} is not usable: use whole minutes, from {age(least)} to {age(most)}"
+        )

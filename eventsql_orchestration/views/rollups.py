@@ -15,7 +15,15 @@ from psycopg.rows import tuple_row
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import CallersConnection, Connection, Database
 from eventsql_orchestration.errors import ValidationError
-from eventsql_orchestration.validation import check_kind, check_range, check_text, check_time, check_whole, shown
+from eventsql_orchestration.validation import (
+    age,
+    check_kind,
+    check_range,
+    check_text,
+    check_time,
+    check_whole,
+    shown,
+)
 from eventsql_orchestration.views.definitions import Rollup, floor
 from eventsql_orchestration.views.rollup_sql import addition, merging, selection
 from eventsql_orchestration.views.sketches import (
@@ -211,7 +219,9 @@ class RollupView:
         rollup = self.definition
         step = rollup.grain if every is None else every
         if step <= timedelta(0) or step % rollup.grain:
-            raise ValidationError(f"every: {step} is not a multiple of {rollup.grain}, the grain of {rollup.name!r}")
+            raise ValidationError(
+                f"every: {age(step)} is not a multiple of {age(rollup.grain)}, the grain of {rollup.name!r}"
+            )
         wanted = {} if where is None else dict(where)
         for name in (*wanted, *(by or ())):
             if name not in rollup.dimensions:

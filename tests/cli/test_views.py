@@ -42,6 +42,12 @@ def views(platform: EventSQL) -> Views:
     return Views(platform.database)
 
 
+def test_a_length_of_time_is_refused_in_the_words_that_commands_use(run: Run) -> None:
+    refused = run("rollup", "moves", "--every", "90s")
+    assert refused.exit_code != 0
+    assert "1 min 30 s is not a multiple of 1 min" in refused.stderr
+
+
 def test_views_are_listed(run: Run) -> None:
     assert [row["name"] for row in json.loads(run("view", "list", "--json").stdout)] == ["moves", "parcels", "tracking"]
     assert "grain 1 min, dimensions place, values grams" in run("view", "list").stdout
