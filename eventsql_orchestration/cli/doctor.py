@@ -292,7 +292,15 @@ def _erasures(shard: Shard) -> Iterator[Finding]:
 
 def _captures(shard: Shard) -> Iterator[Finding]:
     """Tables whose changes do not become events any more."""
-    for capture in Captures(shard).list():
+    captures = Captures(shard)
+    for table, topic in captures.idle_triggers():
+        yield warning(
+            "captures",
+            f"table {table} has triggers of a capture to topic {topic}, which was deleted: each statement that writes "
+            "to the table runs them for nothing",
+            drop_command(table, topic),
+        )
+    for capture in captures.list():
         if capture.problem is not None:
             yield problem(
                 "captures",

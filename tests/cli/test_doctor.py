@@ -366,6 +366,21 @@ def test_a_table_whose_changes_are_not_captured_any_more_is_a_problem(
     assert """eventsql capture drop --execute 'public."Basket"' basket_changes""" in result.stdout
 
 
+def test_triggers_that_a_deleted_topic_has_left_are_named_until_they_are_removed(
+    run: Run, consumer: str, platform: EventSQL
+) -> None:
+    with platform.database.connection() as connection:
+        connection.execute("CREATE TABLE public.baskets (id integer PRIMARY KEY)")
+    platform.registry.register_topic(Topic("basket_changes"))
+    platform.capture("public.baskets", "basket_changes")
+    platform.registry.unregister_topic("basket_changes", force=True)
+    code, findings = diagnose(run)
+    (finding,) = findings["captures"]
+    assert (code, finding["status"]) == (0, "warning")
+    assert run(*shlex.split(finding["remedy"])[1:]).exit_code == 0
+    assert "captures" not in run("doctor").stdout
+
+
 def test_an_interrupted_erasure_is_named_until_it_is_repeated(
     run: Run, consumer: str, platform: EventSQL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
