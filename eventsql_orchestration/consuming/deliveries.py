@@ -86,7 +86,8 @@ class Deliveries:
         with self._database.connection() as connection:
             self._check_order(connection)
             values = {**self._own, "name": name, "lease": self._lease}
-            (worker,) = fetch_one(connection, self._queries("register"), values, prepare=False)
+            with read_committed(connection):
+                (worker,) = fetch_one(connection, self._queries("register"), values, prepare=False)
             return int(worker)
 
     def renew(self, worker: int) -> bool:
@@ -174,14 +175,16 @@ class Deliveries:
 
     def _open(
         self, connection: Connection, locked: LockedPartition, worker: int
-    ) -> tuple[Cursor, dict[str, int], Standing]:
+    ) -> tuple[Cursor, dict[str, int | str], Standing]:
         """The cursor of a locked partition, the values of its statements, and its events that are not acknowledged.
 
         Ends the leases of other processes that were not renewed in time.
         """
         connection.execute(self._queries("expire"), self._own, prepare=False)
         cursor = self._cursor(connection, locked)
-        own = {"cursor": cursor.number, "worker": worker, "offset": cursor.offset}
+        own: dict[str, int | str] = {
+            **self._own, "cursor": cursor.number, "worker": worker, "offset": cursor.offset
+        }  # fmt: skip
         return cursor, own, Standing(*fetch_one(connection, self._queries("standing"), own, prepare=False))
 
     def _cursor(self, connection: Connection, locked: LockedPartition) -> Cursor:
@@ -201,7 +204,7 @@ class Deliveries:
         return cursor
 
     def _take_free(
-        self, connection: Connection, locked: LockedPartition, own: dict[str, int], limit: int
+        self, connection: Connection, locked: LockedPartition, own: dict[str, int | str], limit: int
     ) -> tuple[list[tuple[Event, int | None, int]], bool]:
         """Take over events that nobody holds, in the order of their keys: each with its key and its attempts.
 
@@ -227,7 +230,7 @@ class Deliveries:
         return [(event, keys[event.id], attempts[event.id]) for event in chosen], size >= BATCH_BYTES
 
     def _lock_free(
-        self, connection: Connection, locked: LockedPartition, own: dict[str, int], limit: int
+        self, connection: Connection, locked: LockedPartition, own: dict[str, int | str], limit: int
     ) -> dict[int, int | None]:
         """Lock events that nobody holds, at most `limit`. Gives their keys by their ids."""
         accepts = self._dead_letters.accepts(self._topic, connection)
@@ -265,7 +268,7 @@ class Deliveries:
             partition=locked.key.partition, after=cursor.claimed_upto, upto=locked.upto, limit=room,
         )  # fmt: skip
 
-    def _held_keys(self, connection: Connection, own: dict[str, int]) -> set[int | None]:
+    def _held_keys(self, connection: Connection, own: dict[str, int | str]) -> set[int | None]:
         """The keys of events that this process does not hold."""
         return {key for (key,) in fetch_all(connection, self._queries("held_keys"), own, prepare=False)}
 
@@ -273,7 +276,7 @@ class Deliveries:
         for event in matching(locked.state.filter, events):
             yield event, number_of_key(event.key) if self._by_key and event.key is not None else None
 
-    def _deliver(self, connection: Connection, fresh: Sequence[Fresh], own: dict[str, int]) -> None:
+    def _deliver(self, connection: Connection, fresh: Sequence[Fresh], own: dict[str, int | str]) -> None:
         """Note new events as handed out."""
         if fresh:
             rows = {

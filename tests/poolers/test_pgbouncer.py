@@ -460,6 +460,33 @@ def test_an_event_is_acknowledged_after_the_commit_that_it_waited_for_also_at_an
         assert acknowledging.result() == set(handed)
 
 
+def test_a_process_gets_its_number_after_the_commit_that_it_waited_for_also_at_another_level(
+    pooled_dsn: str, direct_dsn: str, repeatable_read: None, until_blocked: UntilBlocked
+) -> None:
+    with (
+        EventSQL(pooled_dsn, transfer=False) as platform,
+        psycopg.connect(direct_dsn) as changing,
+        ThreadPoolExecutor() as executor,
+    ):
+        register(platform)
+        platform.publisher.publish_all(orders(3))
+        platform.transfer.run_once()
+        shard = platform.shards[0]
+        own = Deliveries(shard.database, shard.dead_letters, "orders", "sums", by_key=True, lease=60.0, most=10)
+        worker = own.register("an ended worker")
+        for partition in range(3):
+            own.hand_out(worker, partition, 10)
+        own.leave(worker)
+        # As on a logical replica: the next process has the number of the ended one, and frees its events.
+        changing.execute("ALTER SEQUENCE eventsql.consumer_worker_eql_id_seq RESTART")
+        changing.commit()
+        changing.execute("UPDATE eventsql.consumer_delivery SET eql_due_at = eql_due_at")
+        registering = executor.submit(own.register, "worker")
+        until_blocked()
+        changing.commit()
+        assert registering.result() == worker
+
+
 def test_an_ordered_queue_works_where_transactions_begin_at_another_level(
     pooled_dsn: str, repeatable_read: None
 ) -> None:

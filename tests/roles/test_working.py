@@ -14,6 +14,7 @@ from psycopg import sql
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Retention, Topic
 from eventsql_orchestration.consuming.claims import Claim
+from eventsql_orchestration.consuming.deliveries import Deliveries
 from eventsql_orchestration.database import Connection, Database, migrations
 from eventsql_orchestration.database.grants import role_name
 from eventsql_orchestration.database.roles import Roles
@@ -227,6 +228,28 @@ def test_a_consumer_enters_the_next_layout(owner: EventSQL, as_: As, role: str) 
             platform.claims.commit(connection, claimed)
     platform.shards[0].layouts.settle("orders", "mailer")
     assert len(owner.registry.consumer("orders", "mailer")) == 1
+
+
+def test_events_of_an_ended_process_are_free_if_one_of_another_topic_has_its_number(
+    owner: EventSQL, as_: As, session: Connection
+) -> None:
+    def process(platform: EventSQL, topic: str) -> tuple[Deliveries, int]:
+        shard = platform.shards[0]
+        own = Deliveries(shard.database, shard.dead_letters, topic, "mailer", by_key=True, lease=60, most=9)
+        return own, own.register("a process")
+
+    owner.publisher.publish(Publication("payments", b"v", partition=0))
+    owner.transfer.run_once()
+    consumer = as_("consumer")
+    ended, number = process(consumer, "payments")
+    ended.hand_out(number, 0, 9)
+    ended.leave(number)
+
+    # As on a logical replica, which has no values of sequences. This role does not see the events of `payments`.
+    session.execute("ALTER SEQUENCE eventsql.consumer_worker_eql_id_seq RESTART")
+    assert process(as_("consumer_orders"), "orders")[1] == number
+    own, number = process(consumer, "payments")
+    assert len(own.hand_out(number, 0, 9).deliveries) == 1
 
 
 @pytest.mark.parametrize("role", ["reader", "reader_orders"])

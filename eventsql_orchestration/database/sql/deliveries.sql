@@ -39,7 +39,9 @@ WHERE eql_topic = %(topic)s AND eql_consumer = %(consumer)s AND eql_partition = 
 -- many this process does not hold, and the first that failed.
 SELECT count(*), min(d.eql_id), count(*) FILTER (WHERE w.eql_id IS NULL),
        count(*) FILTER (WHERE d.eql_worker = %(worker)s IS NOT TRUE), min(d.eql_id) FILTER (WHERE d.eql_attempts > 0)
-FROM {schema}.consumer_delivery d LEFT JOIN {schema}.consumer_worker w ON w.eql_id = d.eql_worker
+FROM {schema}.consumer_delivery d
+LEFT JOIN {schema}.consumer_worker w
+    ON w.eql_id = d.eql_worker AND w.eql_topic = %(topic)s AND w.eql_consumer = %(consumer)s
 WHERE d.eql_cursor = %(cursor)s AND d.eql_id > %(offset)s;
 
 -- unattended -- Consumers with partitions that are kept for events handed out, and without a live process: topic, name,
@@ -69,7 +71,8 @@ SELECT eql_id, eql_key FROM (
                PARTITION BY d.eql_key, CASE WHEN d.eql_key IS NULL THEN d.eql_id END ORDER BY d.eql_id
            ) AS clear
     FROM {schema}.consumer_delivery d
-    LEFT JOIN {schema}.consumer_worker w ON w.eql_id = d.eql_worker
+    LEFT JOIN {schema}.consumer_worker w
+        ON w.eql_id = d.eql_worker AND w.eql_topic = %(topic)s AND w.eql_consumer = %(consumer)s
     CROSS JOIN LATERAL (
         SELECT w.eql_id IS NULL AND coalesce(d.eql_due_at <= clock_timestamp(), true)
                AND (%(accepts)s OR d.eql_attempts < %(max_attempts)s) AS free
