@@ -432,6 +432,20 @@ def test_messages_that_nobody_could_receive_are_within_reach_after_an_upgrade(ol
     ]  # fmt: skip
 
 
+def test_an_archive_from_before_an_upgrade_is_cleared_although_a_publication_has_all_tables(old: str) -> None:
+    upgrade(old, "0070")
+    with psycopg.connect(old, autocommit=True) as connection:
+        connection.execute(
+            "CREATE TABLE eventsql.queue_archive_20260101 PARTITION OF eventsql.queue_archive "
+            "FOR VALUES FROM ('2026-01-01') TO ('2026-01-02')"
+        )
+        connection.execute("CREATE PUBLICATION every_table FOR ALL TABLES")
+        with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState):
+            connection.execute("DELETE FROM eventsql.queue_archive")
+        upgrade(old, migrations.HEAD)
+        connection.execute("DELETE FROM eventsql.queue_archive")
+
+
 def test_a_sender_from_before_an_upgrade_sends_after_it_and_a_new_sender_has_fewer_rights(old: str) -> None:
     upgrade(old, "0060")
     put = f"eventsql.{_PUT}, boolean)"

@@ -164,6 +164,15 @@ def test_the_deletion_gives_way_to_a_transaction_that_does_not_end(
     assert queue.depth().visible == 1
 
 
+def test_a_queue_with_an_archive_is_deleted_although_a_publication_has_all_tables(
+    database: Database, queue: Queue, session: Connection
+) -> None:
+    session.execute("CREATE PUBLICATION every_table FOR ALL TABLES")
+    archive(queue)
+    queue.delete(force=True)
+    assert names(database) == ["commands_dead"]
+
+
 def test_the_rows_that_have_expired_are_deleted_before_other_queues_wait(
     database: Database, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,8 @@
 -- A plan that was made while a table was empty would read the whole table later. These functions make a plan once in a
 -- session, and never a plan that reads a table without an index.
 
--- The archive has a partition for each day on which archived messages expire. The partition is made a day ahead.
+-- The archive has a partition for each day on which archived messages expire. The partition is made a day ahead. It has
+-- no key: if a publication of all tables has it, the server takes no deletion without a replica identity.
 CREATE OR REPLACE FUNCTION {schema}.make_queue_archive(expires timestamptz) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET timezone = 'UTC' AS $$
 DECLARE
@@ -30,6 +31,7 @@ BEGIN
         CONTINUE WHEN to_regclass(format('%I.%I', {literal}, name)) IS NOT NULL;
         EXECUTE format('CREATE TABLE %1$I.%2$I (LIKE %1$I.queue_archive INCLUDING DEFAULTS INCLUDING INDEXES)',
                        {literal}, name);
+        EXECUTE format('ALTER TABLE %I.%I REPLICA IDENTITY FULL', {literal}, name);
         EXECUTE format('ALTER TABLE %1$I.queue_archive ATTACH PARTITION %1$I.%2$I FOR VALUES FROM (%3$L) TO (%4$L)',
                        {literal}, name, wanted, wanted + interval '1 day');
     END LOOP;
