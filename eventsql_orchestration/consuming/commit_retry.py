@@ -27,6 +27,12 @@ def is_rejection(error: BaseException) -> bool:
     return state is not None and not state.startswith(_UNRELATED)
 
 
+def is_unrelated(error: BaseException) -> bool:
+    """Whether the server refuses a write for a reason that all other writes meet, too."""
+    state = _sqlstate(error)
+    return state is not None and state.startswith(_UNRELATED)
+
+
 def is_transient(error: BaseException) -> bool:
     """Whether the same commit may succeed later."""
     state = _sqlstate(error)

@@ -12,6 +12,7 @@ from typing import Final, TypeAlias
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.consuming.cancellation import Cancellation
+from eventsql_orchestration.consuming.commit_retry import is_unrelated
 from eventsql_orchestration.consuming.deliveries import Deliveries, WorkerLostError
 from eventsql_orchestration.consuming.delivery import Delivery
 from eventsql_orchestration.consuming.leases import owner_name
@@ -292,9 +293,9 @@ class QueueConsumption(Running):
         self._leave()
 
     def _settle_while_reachable(self, outcomes: list[Outcome]) -> tuple[list[Outcome], bool]:
-        """Settle outcomes; gives those to be tried again, and whether the database could not be reached.
+        """Settle outcomes; gives those to be tried again, and whether the database is away or takes no writes.
 
-        Each failure takes a call. If one does not reach the database, the others would not either.
+        Each failure takes a call. If one fails for that reason, the others would fail, too.
         """
         done = [each for each in outcomes if each.error is None]
         calls = deque([*([done] if done else []), *([each] for each in outcomes if each.error is not None)])
@@ -304,7 +305,7 @@ class QueueConsumption(Running):
             settled = calls.popleft()
             if (fault := self._try_to_settle(settled)) is not None:
                 failed += settled
-                away = isinstance(fault, DatabaseUnavailableError)
+                away = isinstance(fault, DatabaseUnavailableError) or is_unrelated(fault)
         return [*chain.from_iterable(calls), *failed], away
 
     def _await_outcomes(self) -> list[Outcome] | None:

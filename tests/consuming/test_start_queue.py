@@ -1060,8 +1060,15 @@ def test_a_failure_whose_answer_was_lost_lets_no_later_event_of_its_key_go(
     assert seen.ids == [ids[0], *other, *ids]
 
 
+def takes_no_writes() -> DatabaseError:
+    error = DatabaseError("the database takes no writes")
+    error.__cause__ = psycopg.errors.ReadOnlySqlTransaction()
+    return error
+
+
+@pytest.mark.parametrize("error", [DatabaseUnavailableError("the database is away"), takes_no_writes()], ids=str)
 def test_a_database_that_is_away_is_asked_about_one_failed_event_at_a_time(
-    platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch
+    platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch, error: DatabaseError
 ) -> None:
     """A process has up to a thousand of them, and each call that fails is a connection and a line in the log."""
     await_outcomes, fail = queue_consumption.QueueConsumption._await_outcomes, deliveries.Deliveries.fail
@@ -1076,7 +1083,7 @@ def test_a_database_that_is_away_is_asked_about_one_failed_event_at_a_time(
     def refuse(own: deliveries.Deliveries, delivery: Delivery, *arguments: Any, **named: Any) -> float:
         if not back.is_set():
             refused.append(delivery.event.id)
-            raise DatabaseUnavailableError("the database is away")
+            raise error
         return fail(own, delivery, *arguments, **named)
 
     monkeypatch.setattr(queue_consumption.QueueConsumption, "_await_outcomes", count)
