@@ -7,7 +7,10 @@ consumer's row is locked only to hand out a block of events; an acknowledgement 
 
 from __future__ import annotations
 
+import logging
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
+from time import monotonic
 from typing import Final
 
 import psycopg
@@ -17,7 +20,7 @@ from eventsql_orchestration.consuming.cancellation import Cancellation
 from eventsql_orchestration.consuming.dead_letter_values import NEVER, DeadLetterCause, describe
 from eventsql_orchestration.consuming.dead_letters import DeadLetters
 from eventsql_orchestration.consuming.delivery import Cursor, Delivery, Fresh, HandOut, Standing, arrays, number_of_key
-from eventsql_orchestration.consuming.failures import backoff_after, without_letter
+from eventsql_orchestration.consuming.failures import MAX_BACKOFF, backoff_after, without_letter
 from eventsql_orchestration.consuming.handlers import EventHandler, call_handler
 from eventsql_orchestration.consuming.partition import ConsumerPartition, LockedPartition, lock
 from eventsql_orchestration.consuming.tracebacks import logger_of_errors
@@ -40,6 +43,10 @@ away: they would repeat the acknowledged events after the offset."""
 LOCK_SECONDS: Final = 3.0
 """The most seconds of three waits: after a move of the consumer, for the process's handlers of earlier events; for an
 event whose lost connection the server has not missed yet; in the last call of a process, for a locked partition."""
+
+
+MOST_WAITING: Final = 10_000
+"""The most events that wait for a database, and whose wait grows."""
 
 
 class WorkerLostError(ClaimLostError):
@@ -78,6 +85,10 @@ class Deliveries:
         self._queries = Queries("deliveries", database.schema)
         self._consumers = Queries("log", database.schema)
         self._log = LogReader(database.schema)
+        self._waiting: OrderedDict[tuple[int, int], float] = OrderedDict()
+        """Since when events of cursors have met errors that are no failures of theirs."""
+        self._told: str | None = None
+        """The last of these errors in the log, until one of these events is handled."""
 
     # The process
 
@@ -338,6 +349,7 @@ class Deliveries:
             self._acknowledge_in(connection, delivery)
             with self._key(delivery.partition).held(connection, self._database.schema, "delivery"):
                 call_handler(connection, delivery.event, handler)
+        self._handled([delivery])
 
     def _acknowledge_in(self, connection: Connection, delivery: Delivery) -> None:
         values = {"cursor": delivery.cursor, "id": delivery.event.id, "worker": delivery.worker}
@@ -354,16 +366,35 @@ class Deliveries:
         """Acknowledge events in one transaction. Returns the events that this process still held."""
         with self._database.connection() as connection, read_committed(connection):
             rows = set(fetch_all(connection, self._queries("acknowledge"), arrays(deliveries), prepare=False))
+        self._handled(deliveries)
         return {each for each in deliveries if (each.cursor, each.event.id, each.worker) in rows}
+
+    def _handled(self, deliveries: Sequence[Delivery]) -> None:
+        """Forget how long handled events have waited."""
+        waited = [self._waiting.pop((each.cursor, each.event.id), None) for each in deliveries if self._waiting]
+        if self._told is not None and any(since is not None for since in waited):
+            self._told = None
+            logger.info("%s goes on with %s", self._where, self._database)
+
+    def _wait(self, delivery: Delivery, failure: str) -> None:
+        """Note an error that is no failure of an event, and since when the event meets such errors."""
+        self._told = failure
+        self._waiting.setdefault((delivery.cursor, delivery.event.id), monotonic())
+        if len(self._waiting) > MOST_WAITING:
+            self._waiting.popitem(last=False)
 
     def fail(self, delivery: Delivery, error: BaseException, *, counts: bool, behind: Collection[Delivery]) -> float:
         """Note that an event's handler failed, and give the events `behind` it back.
 
         Gives the seconds until the event is due again, 0 for a dead letter. Its attempts stay, unless the failure
-        `counts`. Raises `ClaimLostError` if another process has the event, `DatabaseBusyError` if others lock it.
+        `counts`; then it waits as long again as it has waited, and the log has the same error once. Raises
+        `ClaimLostError` if another process has the event, `DatabaseBusyError` if others lock it.
         """
         attempts = delivery.attempts + (1 if counts else 0)
         failure, delay = describe(error), backoff_after(attempts)
+        if not counts:
+            now, key = monotonic(), (delivery.cursor, delivery.event.id)
+            delay = min(max(delay, now - self._waiting.get(key, now)), MAX_BACKOFF)
         spent = counts and attempts >= delivery.max_attempts
         if spent and self._dead_letters.accepts(self._topic):
             try:
@@ -386,9 +417,12 @@ class Deliveries:
                 self._where, delivery.event.id, how_often(attempts), failure, self._topic, exc_info=shown,
             )  # fmt: skip
         else:
-            attempted = f"attempt {attempts} of {delivery.max_attempts} failed" if counts else "no attempt is counted"
-            logger.warning(
-                "%s will try event %d again in %.0f s (%s: %s)",
+            attempted, level = f"attempt {attempts} of {delivery.max_attempts} failed", logging.WARNING
+            if not counts:
+                attempted, level = "no attempt is counted", logging.DEBUG if failure == self._told else logging.WARNING
+                self._wait(delivery, failure)
+            logger.log(
+                level, "%s will try event %d again in %.0f s (%s: %s)",
                 self._where, delivery.event.id, delay, attempted, failure,
                 exc_info=shown if counts and attempts == 1 else None,
             )  # fmt: skip

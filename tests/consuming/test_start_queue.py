@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -46,7 +47,7 @@ from eventsql_orchestration.errors import (
 )
 from eventsql_orchestration.model import STORAGES, Storage
 from eventsql_orchestration.topics.positions import AtOffset
-from tests.effects import FullDiskError, effects, make_table, write
+from tests.effects import DISK_IS_FULL, FullDiskError, effects, make_table, write
 
 if TYPE_CHECKING:
     from tests.consuming.conftest import Halt
@@ -231,6 +232,40 @@ def test_an_event_whose_handler_fails_for_something_else_is_tried_again(
     with platform.consumers.start_queue("payments", "mailer", seen, polling_delay=POLLING):
         until(lambda: at_rest(platform))
     assert seen.ids == ids * (len(failures) + 1)
+
+
+def test_an_event_whose_handler_finds_no_room_waits_longer_each_time_and_is_one_line_in_the_log(
+    platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    noted: dict[int, list[float]] = {}
+    note, full, clock = deliveries.Deliveries._note_failure, [True], count()
+
+    def keep(own: deliveries.Deliveries, delivery: Delivery, **named: Any) -> bool:
+        noted.setdefault(delivery.event.id, []).append(named["delay"])
+        return note(own, delivery, **named | {"delay": 0.0})
+
+    def handle(event: Event, connection: Connection) -> None:
+        # Events without an effect go on.
+        if event.key != "c" and full:
+            connection.execute(DISK_IS_FULL)
+
+    def said() -> list[str]:
+        return [each.levelname for each in caplog.records if each.name == deliveries.__name__]
+
+    monkeypatch.setattr(deliveries.Deliveries, "_note_failure", keep)
+    monkeypatch.setattr(deliveries, "monotonic", lambda: next(clock))
+    ids = fill(platform, "abcc")
+    with (
+        caplog.at_level(logging.INFO, deliveries.__name__),
+        platform.consumers.start_queue("payments", "mailer", handle, polling_delay=POLLING),
+    ):
+        until(lambda: all(len(noted.get(each, ())) > 3 for each in ids[:2]))
+        full.clear()
+        until(lambda: at_rest(platform))
+    for delays in noted.values():
+        assert delays == sorted(delays)
+        assert delays[0] < delays[3]
+    assert said() == ["WARNING", "INFO"]
 
 
 @pytest.mark.parametrize("in_transaction", [True, False])
