@@ -33,7 +33,7 @@ from eventsql_orchestration.consuming.commit_retry import CommitRetry
 from eventsql_orchestration.consuming.dead_letters import DeadLetters
 from eventsql_orchestration.consuming.failures import Failure, record_failure
 from eventsql_orchestration.consuming.handlers import BatchHandler, check_handler
-from eventsql_orchestration.consuming.partition import ConsumerPartition, LockedPartition, advance, lock
+from eventsql_orchestration.consuming.partition import ConsumerPartition, advance, lock
 from eventsql_orchestration.database import CallersConnection, Database, Queries
 from eventsql_orchestration.database.load import too_much
 from eventsql_orchestration.database.rows import fetch_all, query_first
@@ -300,15 +300,14 @@ class Claims:
         claim then holds for the rest, if there is any. Otherwise the rest is released. Raises `ClaimLostError`.
         """
         with self._database.transaction() as connection:
-            locked: LockedPartition | None = lock_claim(connection, self._queries, claim)
+            locked = lock_claim(connection, self._queries, claim)
             if done:
                 advance(
                     connection, self._queries, claim.key,
                     after=claim.position, upto=done[-1].id, first=done[0].id, consumed=len(done),
                 )  # fmt: skip
                 claim = replace(claim, position=done[-1].id)
-                locked = lock(connection, self._queries, claim.key, wait=True)
-            assert locked is not None, "locked above"
+                locked = locked.at(claim.position)
 
             # Read the skipped events before it, too: a retry must begin at the event itself.
             events = read_range(connection, self._log, replace(claim.remaining, upto=max(event.id, claim.position)))
