@@ -41,7 +41,6 @@ from eventsql_orchestration.publishing.publisher import Publisher
 from eventsql_orchestration.sharding import ANYWHERE
 from eventsql_orchestration.storage.erasing import FAILURE, copy_events, erased_meanwhile
 from eventsql_orchestration.storage.log_queries import LogQueries
-from eventsql_orchestration.storage.reading import LogReader
 from eventsql_orchestration.topics.layouts import layouts
 from eventsql_orchestration.topics.reader import Reader
 from eventsql_orchestration.topics.registry import Registry
@@ -84,7 +83,6 @@ class DeadLetters:
         self._queries = Queries("dead_letters", database.schema)
         self._letters = LogQueries("dead_letters", database.schema)
         self._log_queries = Queries("log", database.schema)
-        self._log = LogReader(database.schema)
 
     # Giving events up
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from itertools import chain
-from typing import Final, TypeAlias
+from typing import Final
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.consuming.cancellation import Cancellation
@@ -20,7 +20,7 @@ from eventsql_orchestration.consuming.queue_backlog import Ahead, Backlog
 from eventsql_orchestration.consuming.queue_handler import HandlerOfOne, Outcome, QueueHandler
 from eventsql_orchestration.consuming.running import Running
 from eventsql_orchestration.consuming.tracebacks import logger_of_errors
-from eventsql_orchestration.consuming.worker_pool import FAULT_DELAY, IDLE_POLLING, log_fault
+from eventsql_orchestration.consuming.worker_pool import FAULT_DELAY, IDLE_POLLING, Look, log_fault
 from eventsql_orchestration.database.notifications import LOG, Listener
 from eventsql_orchestration.errors import ClaimLostError, DatabaseBusyError, DatabaseUnavailableError, EventSQLError
 from eventsql_orchestration.retry import pause_while_away
@@ -40,10 +40,6 @@ HEARTBEATS: Final = 3
 SETTLE_RETRY: Final = 0.5
 """Seconds between two attempts to settle events that others lock."""
 
-Look: TypeAlias = Callable[[dict[int, int]], dict[int, float | None]]
-"""Takes partitions. Returns the partitions that may have events, with None for a paused partition. May return further
-partitions."""
-
 
 @checked
 class QueueConsumption(Running):
@@ -59,7 +55,6 @@ class QueueConsumption(Running):
         self._name = name
         self._where = where
         self._look = look
-        self._workers = workers
         self._lease = lease
         self._polling_delay = polling_delay
         self._listener = listener

@@ -87,7 +87,6 @@ class QueueWorkers(Running):
     ) -> None:  # fmt: skip
         self._queue = queue
         self._handler = handler
-        self._workers = workers
         self._max_messages = max_messages
         self._visibility_timeout = visibility_timeout
         self._backoff = backoff
