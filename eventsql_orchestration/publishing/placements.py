@@ -26,14 +26,6 @@ class Placements:
         self._appended: Sequence[Appended] = ()
         self._offsets: list[int] | None = None
 
-    def begin(self) -> None:
-        """Forget the partitions of an earlier attempt."""
-        self._partitions = []
-
-    def add(self, partitions: Iterable[int]) -> None:
-        """Note the partitions of the next events."""
-        self._partitions.extend(partitions)
-
     def noted(self, partitions: Iterable[int]) -> list[int]:
         """Note the partitions of all events, for a new attempt, and return them."""
         self._partitions = list(partitions)

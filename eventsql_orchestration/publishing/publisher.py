@@ -173,8 +173,6 @@ class Publisher:
         # The whole batch uses one definition of the topic: the definition that chose the partitions is checked in the
         # end.
         topics: dict[str, Topic] = {}
-        if placements is not None:
-            placements.begin()
         published = 0
         with (
             self._transaction(connection) as psycopg_connection,
@@ -256,7 +254,10 @@ class Publisher:
         self, publications: list[Publication], topics: dict[str, Topic], placed: ShardSet | None,
         placements: Placements | None,
     ) -> Iterator[bytes]:  # fmt: skip
-        """The rows of publications in the buffer. Adds the definitions that choose their partitions to `topics`."""
+        """The rows of publications in the buffer. Adds the definitions that choose their partitions to `topics`.
+
+        With `placements`, these are all publications of the batch.
+        """
         for name in {publication.topic for publication in publications} - set(topics):
             topics[name] = self._definition(name, placed)
         partitions: dict[str, list[int]] = {}
@@ -265,7 +266,7 @@ class Publisher:
             yield from batches.for_buffer(topics[name], own, partitions[name])
         if placements is not None:
             rest = {name: iter(own) for name, own in partitions.items()}
-            placements.add(next(rest[publication.topic]) for publication in publications)
+            placements.noted(next(rest[publication.topic]) for publication in publications)
 
     def _insert(
         self, publication: Publication, topic: Topic, partition: int, connection: CallersConnection | None
