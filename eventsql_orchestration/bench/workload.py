@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import struct
 import uuid
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
@@ -60,6 +61,7 @@ def encoded_batches(topic: str, partitions: int, *, events: int, batch: int) -> 
 
 
 def _block(pool: Sequence[Publication], partitions: int) -> bytes:
-    prefix = copy_format.buffer_prefix(pool[0].topic)
+    name = pool[0].topic.encode()
+    prefix = struct.pack(">hi", len(copy_format.BUFFER_COLUMNS), len(name)) + name
     rows = (prefix + copy_format.encode(each, default_partition(each, partitions)) for each in pool)
     return b"".join((copy_format.HEADER, *rows, copy_format.TRAILER))

@@ -39,12 +39,6 @@ class EncodedEvent(NamedTuple):
     metadata: bytes
 
 
-def buffer_prefix(topic: str) -> bytes:
-    """The first bytes of each row of `topic` in the buffer."""
-    name = topic.encode()
-    return struct.pack(">hi", len(BUFFER_COLUMNS), len(name)) + name
-
-
 def publication_prefix(topic: str) -> bytes:
     """The first bytes of each event of `topic` that is published among blocks."""
     name = topic.encode()
