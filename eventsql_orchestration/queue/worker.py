@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from typing import Final, TypeAlias
 
@@ -68,9 +68,9 @@ def after_failure(pause: float, dead_letters: str | None) -> str:
     return f"the last receive, and goes to the dead letters in queue {dead_letters!r}"
 
 
-def _note_held(message: Message, failure: EventSQLError) -> None:
-    # Its visibility timeout gives it back.
-    logger.info("message %s was not released: %s", message.id, failure)
+def _note_held(messages: Sequence[Message], failure: EventSQLError) -> None:
+    # Their visibility timeout gives them back.
+    logger.info("message %s and %d more were not released: %s", messages[0].id, len(messages) - 1, failure)
 
 
 def reason_of(error: BaseException) -> str:
@@ -180,10 +180,11 @@ class QueueWorkers(Running):
     def _work_off(self, messages: list[Message]) -> None:
         self._held.hold(messages)
         try:
-            for message in messages:
+            for place, message in enumerate(messages):
                 if self._stop.is_set():
-                    self._give_back(message)
-                elif message in self._held:
+                    self._give_back(messages[place:])
+                    break
+                if message in self._held:
                     self._handle(message)
                 self._held.let_go(message)
         finally:
@@ -204,7 +205,7 @@ class QueueWorkers(Running):
             logger.warning("the effects of a message were rolled back: %s", lost)
         except BaseException as error:  # noqa: BLE001 - a handler may raise anything, and ends no thread
             if disk_is_full(error):
-                self._give_back(message)
+                self._give_back([message])
                 logger.warning("message %s of queue %r waits for room: %s", message.id, self._queue.name, error)
                 self._stop.wait(LONGEST_AWAY)
             elif self._is_blameless(message, connection, error):
@@ -235,7 +236,7 @@ class QueueWorkers(Running):
         try:
             dead_letters = self._queue.release_failed(message, delay=pause, reason=reason)
         except EventSQLError as failure:
-            _note_held(message, failure)
+            _note_held([message], failure)
         logger.warning(
             "message %s of queue %r failed at its receive %s, %s: %s",
             message.id, self._queue.name, message.receives, after_failure(pause, dead_letters), reason,
@@ -254,17 +255,17 @@ class QueueWorkers(Running):
             except (DatabaseUnavailableError, DatabaseBusyError):
                 failures += 1
             except EventSQLError as failure:
-                _note_held(message, failure)
+                _note_held([message], failure)
                 return
             else:
                 return
-        self._give_back(message)
+        self._give_back([message])
 
-    def _give_back(self, message: Message) -> None:
+    def _give_back(self, messages: Sequence[Message]) -> None:
         try:
-            self._queue.give_back([message])
+            self._queue.give_back(messages)
         except EventSQLError as failure:
-            _note_held(message, failure)
+            _note_held(messages, failure)
 
     def _ended(self, seconds: float) -> bool:
         """Whether the workers have ended, or end within `seconds`. After `stop`, handlers may take long."""

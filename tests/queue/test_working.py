@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Collection
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Final
 
@@ -15,6 +16,7 @@ from eventsql_orchestration.consuming import lost_connections
 from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.errors import DatabaseBusyError, DatabaseUnavailableError, ValidationError
 from eventsql_orchestration.queue import Message, Queue, held_messages
+from eventsql_orchestration.queue.queue_table import QueueTable
 from eventsql_orchestration.queue.worker import Handler
 from eventsql_orchestration.threads import in_thread, start_thread
 from tests.effects import DISK_IS_FULL, MuteError, stand_still, take_too_long
@@ -291,6 +293,25 @@ def test_a_stop_finishes_the_message_at_hand_and_spends_no_receive_of_the_others
     assert effects(platform) == [b"1"]
     left = [(message.body, message.receives, message.receipt) for message in queue.receive(max_messages=5)]
     assert sorted(left) == [(b"2", 2, 2), (b"3", 2, 2)]
+
+
+def test_a_stop_gives_all_other_messages_back_with_one_statement(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[int] = []
+    give_back = QueueTable.give_back
+
+    def counting(table: QueueTable, messages: Collection[Message]) -> None:
+        given.append(len(messages))
+        give_back(table, messages)
+
+    monkeypatch.setattr(QueueTable, "give_back", counting)
+    slow = Slow()
+    queue.send_all([b"%d" % number for number in range(100)])
+    workers = queue.work(slow, max_messages=100)
+    assert slow.begun.wait(60)
+    workers.stop_soon()
+    slow.go_on.set()
+    assert workers.stop()
+    assert (given, queue.statistics().visible) == ([99], 99)
 
 
 @pytest.mark.parametrize("of_shard", [False, True])
