@@ -354,7 +354,8 @@ class ClusterTransfer:
                 stop.wait(1.0)
         finally:
             ending.set()
-        wait(running.values(), 10.0)
+        for each in wait(running.values(), 10.0).done:
+            each.result()
         return None
 
     def _await_shards(self, stop: threading.Event) -> None:

@@ -331,15 +331,23 @@ def test_spark_does_not_write_to_one_shard_whatever_the_key(platform: EventSQL) 
         publications.write_targets("orders", {})
 
 
-def test_an_error_of_its_report_ends_the_transfer_of_one_database_and_of_several(platform: EventSQL) -> None:
+@pytest.mark.parametrize("last", [False, True])
+def test_an_error_of_its_report_ends_the_transfer_of_one_database_and_of_several(
+    platform: EventSQL, *, last: bool
+) -> None:
+    stop = threading.Event()
+
     def fail(_moved: dict[str, int]) -> None:
+        if last:
+            stop.set()
         raise ZeroDivisionError
 
     for transfer in (platform.transfer.run, platform.shards[0].transfer_until):
+        stop.clear()
         for each in events(len(KEYS)):
             platform.publisher.publish(each)
         with pytest.raises(ZeroDivisionError):
-            transfer(threading.Event(), on_moved=fail)
+            transfer(stop, on_moved=fail)
 
 
 def test_the_transfer_ends_with_its_platform(platform: EventSQL, until: Until) -> None:
