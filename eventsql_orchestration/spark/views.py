@@ -94,14 +94,9 @@ class SparkViewFill:
             )
         source = Source.of([filling.database.dsn], filling.database.schema)
         entries = _columns(view, feed.frame(_events(self._spark, source, filling)), filling.oldest)
-        time_of = _TIMES[type(view)]
-        filling.make_periods(_periods(view, entries, time_of))
+        filling.make_periods(_periods(view, entries))
         rows = _buckets(view, entries) if isinstance(view, Rollup) else _numbered(entries, filling.after_id)
         copy_frame(rows, source, source.schema, view.table, filling.ledger)
-
-
-_TIMES: Final = {Timeline: "eql_occurred_at", Rollup: "eql_bucket", Logs: "eql_written_at"}
-"""The column of the time by which entries are kept, and their partitions chosen."""
 
 
 def _events(spark: SparkSession, source: Source, filling: ViewFilling) -> DataFrame:
@@ -210,9 +205,9 @@ def _floored(time: Column, step: timedelta) -> Column:
     return f.timestamp_micros(micros - f.pmod(micros, f.lit(step // timedelta(microseconds=1)).cast("bigint")))
 
 
-def _periods(view: Timeline | Rollup | Logs, entries: DataFrame, time_of: str) -> Sequence[datetime]:
+def _periods(view: Timeline | Rollup | Logs, entries: DataFrame) -> Sequence[datetime]:
     """The starts of the partitions that entries need."""
-    starts = entries.select(f.unix_seconds(_floored(f.col(time_of), view.period))).distinct().collect()
+    starts = entries.select(f.unix_seconds(_floored(f.col(view.time_of), view.period))).distinct().collect()
     # A time that is missing is refused by the table.
     return [start_of(view, EPOCH + seconds * _SECOND) for (seconds,) in starts if seconds is not None]
 

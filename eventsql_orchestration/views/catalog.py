@@ -251,10 +251,9 @@ class Views:
         """
         if not timedelta() <= by <= MAX_AGE:
             raise ValidationError(f"by must be a length of time of at most 100 years, not {by}")
-        views = self.definitions()
+        views, until = self.definitions(), self._time(None) - by
         with self._database.connection() as connection:
-            (now,) = fetch_one(connection, self._queries("clock"))
-            due = {view.name: len(self._due(connection, view, now - by)) for view in views}
+            due = {view.name: len(self._due(connection, view, until)) for view in views}
         return {name: count for name, count in due.items() if count}
 
     def _due(self, connection: Connection, view: Definition, now: datetime) -> list[str]:

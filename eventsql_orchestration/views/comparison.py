@@ -52,11 +52,10 @@ def sketch_comparison(view: Rollup, schema: str, rebuilt: str) -> bytes:
     each table's sketches.
     """
     keys = ["eql_tenant", "eql_bucket", *view.dimensions]
-    plain = [*keys, "eql_count", *(f"{kind}_{name}" for name in view.values for kind in ("sum", "min", "max"))]
     live, made = (_entries(view, sql.Identifier(schema, table), sketches=True) for table in (view.table, rebuilt))
     same = [
         sql.SQL("(live.{0} = made.{0} OR live.{0} IS NULL AND made.{0} IS NULL)").format(sql.Identifier(name))
-        for name in plain[len(keys) :]
+        for name in ("eql_count", *(column for _, column in view.measures))
     ]
     statement = sql.SQL(
         "WITH live AS ({live}), made AS ({made}) "
@@ -86,14 +85,12 @@ def _entries(view: Definition, table: sql.Identifier, *, sketches: bool = False)
     """A view's entries, without ids and slots, which differ between two tables with the same entries."""
     match view:
         case Rollup():
-            time_of = "eql_bucket"
             keys = ["eql_tenant", "eql_bucket", *view.dimensions]
             template = (
                 "SELECT {columns}, pg_catalog.sum(eql_count) AS eql_count{values} "
                 "FROM {table} WHERE {kept} GROUP BY {columns}"
             )
         case Timeline():
-            time_of = "eql_occurred_at"
             keys = ["eql_tenant", "eql_resource", "eql_occurred_at", "eql_data"]
             template = (
                 "SELECT {columns}, "
@@ -101,14 +98,11 @@ def _entries(view: Definition, table: sql.Identifier, *, sketches: bool = False)
                 "FROM {table} WHERE {kept}"
             )
         case _:
-            time_of = "eql_written_at"
             keys = ["eql_tenant", "eql_resource", "eql_written_at", "eql_level", "eql_line", "eql_attributes"]
             template = "SELECT {columns} FROM {table} WHERE {kept}"
-    values = view.values if isinstance(view, Rollup) else ()
     summed = [
-        sql.SQL(", {0}({1}) AS {1}").format(sql.SQL(kind), sql.Identifier(f"{kind}_{name}"))
-        for name in values
-        for kind in ("sum", "min", "max")
+        sql.SQL(", {0}({1}) AS {1}").format(sql.SQL(kind), sql.Identifier(column))
+        for kind, column in (view.measures if isinstance(view, Rollup) else ())
     ]
     if sketches and isinstance(view, Rollup):
         summed += [
@@ -119,5 +113,5 @@ def _entries(view: Definition, table: sql.Identifier, *, sketches: bool = False)
         columns=sql.SQL(", ").join(map(sql.Identifier, keys)),
         values=sql.Composed(summed),
         table=table,
-        kept=sql.SQL(f"(%(oldest)s::timestamptz IS NULL OR {time_of} > %(oldest)s::timestamptz)"),
+        kept=sql.SQL(f"(%(oldest)s::timestamptz IS NULL OR {view.time_of} > %(oldest)s::timestamptz)"),
     )

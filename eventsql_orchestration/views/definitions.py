@@ -46,6 +46,8 @@ class _Definition:
     __slots__ = ()
 
     kind: ClassVar[str]
+    time_of: ClassVar[str]
+    """The column of the time by which entries are kept, and their partitions chosen."""
 
     name: str
     retention: timedelta | None
@@ -81,6 +83,7 @@ class Timeline(_Definition):
     """
 
     kind: ClassVar[str] = "timeline"
+    time_of: ClassVar[str] = "eql_occurred_at"
 
     name: str
     retention: timedelta | None = field(default=None, kw_only=True)
@@ -105,6 +108,7 @@ class Rollup(_Definition):
     """
 
     kind: ClassVar[str] = "rollup"
+    time_of: ClassVar[str] = "eql_bucket"
 
     name: str
     grain: timedelta
@@ -135,6 +139,11 @@ class Rollup(_Definition):
         return described | {what: names for what, names in further.items() if names}
 
     @property
+    def measures(self) -> tuple[tuple[str, str], ...]:
+        """The columns of the values' sums, minima and maxima, each after its kind."""
+        return tuple((kind, f"{kind}_{name}") for name in self.values for kind in ("sum", "min", "max"))
+
+    @property
     def sketches(self) -> tuple[str, ...]:
         """The names of the columns of sketches, first the columns of `distinct`."""
         return (
@@ -155,6 +164,7 @@ class Logs(_Definition):
     """
 
     kind: ClassVar[str] = "logs"
+    time_of: ClassVar[str] = "eql_written_at"
 
     name: str
     language: str | None = None

@@ -18,11 +18,7 @@ def addition(rollup: Rollup, schema: str) -> bytes:
     """
     dimensions = [sql.Identifier(name) for name in rollup.dimensions]
     sketches = [sql.Identifier(name) for name in rollup.sketches]
-    measures = [
-        (kind, place, sql.Identifier(f"{kind}_{name}"))
-        for place, name in enumerate(rollup.values)
-        for kind in ("sum", "min", "max")
-    ]
+    measures = [(kind, name, sql.Identifier(name)) for kind, name in rollup.measures]
     merged = {"sum": "coalesce(held.{0}, 0) + EXCLUDED.{0}", "min": "least(held.{0}, EXCLUDED.{0})",
               "max": "greatest(held.{0}, EXCLUDED.{0})"}  # fmt: skip
     statement = sql.SQL(
@@ -37,16 +33,15 @@ def addition(rollup: Rollup, schema: str) -> bytes:
         ),
         taken=_list(
             *(f"added.dimension_{place}" for place in range(len(dimensions))), "added.count",
-            *(f"added.{kind}_{place}" for kind, place, _ in measures),
+            *(f"added.{name}" for _, name, _ in measures),
         ),
         arrays=sql.SQL("unnest({})").format(_list(
             "%(tenants)s::text[]", "%(buckets)s::timestamptz[]",
             *(f"%(dimension_{place})s::text[]" for place in range(len(dimensions))), "%(counts)s::bigint[]",
-            *(f"%({kind}_{place})s::numeric[]" for kind, place, _ in measures),
+            *(f"%({name})s::numeric[]" for _, name, _ in measures),
         )),
         names=_list(
-            *(f"dimension_{place}" for place in range(len(dimensions))), "count",
-            *(f"{kind}_{place}" for kind, place, _ in measures),
+            *(f"dimension_{place}" for place in range(len(dimensions))), "count", *(name for _, name, _ in measures),
         ),
         key=_list("eql_tenant", "eql_bucket", *dimensions, "eql_slot"),
         set=_list(
@@ -78,11 +73,8 @@ def selection(
         sql.SQL("{} = {}").format(sql.Identifier(name), sql.Placeholder(f"dimension_{rollup.dimensions.index(name)}"))
         for name in where
     ]
-    measures = [
-        sql.SQL(template).format(sql.Identifier(f"{kind}_{name}"))
-        for name in rollup.values
-        for kind, template in (("sum", "coalesce(sum({}), 0)"), ("min", "min({})"), ("max", "max({})"))
-    ]
+    templates = {"sum": "coalesce(sum({}), 0)", "min": "min({})", "max": "max({})"}
+    measures = [sql.SQL(templates[kind]).format(sql.Identifier(name)) for kind, name in rollup.measures]
     numbers = ", ".join(str(place + 1) for place in range(len(dimensions) + 1))
     statement = sql.SQL(
         "SELECT {columns} FROM {table} WHERE {conditions} GROUP BY {numbers} ORDER BY {numbers}"

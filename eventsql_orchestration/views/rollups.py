@@ -108,12 +108,12 @@ class RollupBucket:
 class _Sums:
     """What a call adds to one bucket: numbers and texts of its entries, in the order of the rollup's definition."""
 
-    __slots__ = ("count", "numbers", "texts", "values")
+    __slots__ = ("count", "measures", "numbers", "texts")
 
     def __init__(self, rollup: Rollup, entries: Sequence[tuple[list[Decimal], list[str]]]) -> None:
         columns = list(zip(*(numbers for numbers, _ in entries), strict=True))
         self.count = len(entries)
-        self.values = [(reduce(_EXACT.add, column), min(column), max(column)) for column in columns]
+        self.measures = [each for column in columns for each in (reduce(_EXACT.add, column), min(column), max(column))]
         self.texts = [set(column) for column in zip(*(texts for _, texts in entries), strict=True)]
         self.numbers = [list(map(float, columns[rollup.values.index(name)])) for name in rollup.quantiles]
 
@@ -201,9 +201,8 @@ class RollupView:
         }  # fmt: skip
         for place in range(len(self.definition.dimensions)):
             values[f"dimension_{place}"] = [dimensions[place] for _, _, dimensions in keys]
-        for place in range(len(self.definition.values)):
-            for what, kind in enumerate(("sum", "min", "max")):
-                values[f"{kind}_{place}"] = [added[key].values[place][what] for key in keys]
+        for place, (_, name) in enumerate(self.definition.measures):
+            values[name] = [added[key].measures[place] for key in keys]
         return values
 
     def read(

@@ -83,9 +83,8 @@ def statements_of(view: Definition, table: sql.Identifier) -> Iterable[sql.Compo
 
 def rollup_columns(view: Rollup) -> list[sql.Composed]:
     """The columns of a rollup's values and sketches, with their types."""
-    values = [f"{what}_{name}" for name in view.values for what in ("sum", "min", "max")]
     return [
-        *(sql.SQL("{} numeric").format(sql.Identifier(name)) for name in values),
+        *(sql.SQL("{} numeric").format(sql.Identifier(name)) for _, name in view.measures),
         *(sql.SQL("{} bytea").format(sql.Identifier(name)) for name in view.sketches),
     ]
 
