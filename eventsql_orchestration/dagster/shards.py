@@ -17,7 +17,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class OnShards(Generic[T_co]):
-    """The result on each shard, and the reason for each shard that is left out."""
+    """The result of each shard whose work is done (`of`), and the error of each other shard (`left_out`)."""
 
     of: Mapping[str | None, T_co]
     left_out: Mapping[str, EventSQLError]

@@ -59,22 +59,28 @@ class RunState:
 
 @dataclass(frozen=True, slots=True)
 class PartitionState:
-    """A consumer partition at the time of a tick.
-
-    `claim` is the live claim, and `run` is the run that owns the claim or was requested for it. `drains` names the run
-    that may be draining the partition (`draining_run`). If there is a draining run, `run` is that run, and `successor`
-    is the run that was requested to succeed it. `failures` is the number of runs that failed in a row from the claim's
-    offset, the last one `since_failure` seconds ago. `late` is the number of runs from this offset that found their
-    claims lost.
-    """
+    """What a tick knows of a consumer partition."""
 
     claim: Claim | None = None
+    """The live claim."""
+
     run: RunState | None = None
+    """The run of `drains`, if one is named there; otherwise the run that owns the claim or was requested for it."""
+
     drains: str | None = None
+    """The id of the run that may be draining the partition; see `draining_run`."""
+
     successor: RunState | None = None
+    """The run that was requested to succeed the run of `drains`."""
+
     failures: int = 0
+    """The number of runs in a row that failed from the claim's first offset."""
+
     since_failure: float = 0.0
+    """Seconds since the last of them failed."""
+
     late: int = 0
+    """The number of runs from the claim's first offset that found their claims lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,12 +167,13 @@ def needs_late_runs(claim: Claim, run: RunState, options: TickOptions) -> bool:
 def draining_run(
     standing: PartitionClaims, run: RunState | None, limits: RunLimits, options: TickOptions
 ) -> str | None:
-    """The run that may be draining a partition, so that it may get a successor.
+    """The id of the run that may be draining a partition: the next run of the partition succeeds it.
 
-    Without a live claim, it is the owner of the latest claim. But if that claim has been over for longer than
-    `drain_idle`, no run drains: a run that finds no more events ends after that time, so the owner has ended or died.
-    With a live claim, it is the claim's owner, if that run drains this partition alone, was requested for another
-    claim, and its window ends soon.
+    Without a live claim, it is the owner of the latest claim, if that claim ended no longer than `drain_idle` ago. A
+    run that finds no events for `drain_idle` ends, so the owner of an older claim no longer drains.
+
+    With a live claim, it is the owner of that claim, if three things hold: the run drains this partition alone, it was
+    requested for an earlier claim, and its window ends soon.
     """
     claim, last = standing.claim, standing.last
     if claim is None:
