@@ -140,13 +140,12 @@ class SnapshotReader:
         conditions = _conditions(only)
         values = _values(conditions, transaction=str(after.transaction), position=after.position, limit=limit)
         with self._on(connection) as joined:
-            if not self._checked:
-                self._check(fetch_first(joined, self._compose("newest", conditions), values, prepare=False))
             rows = fetch_all(joined, self._compose("after", conditions), values, prepare=False)
-            if not rows and after != START:
-                # Ask each time: the next connection may lead to a promoted standby, which lacks the newest
-                # transactions.
-                self._check_place(joined, after)
+            if not rows or not self._checked:
+                # Ask whenever nothing is found: others may have restored rows since, `only` may choose other rows, and
+                # the next connection may lead to a promoted standby, which lacks the newest transactions.
+                self._check(joined, after, conditions, values)
+                self._checked = True
             return [SnapshotRow(Checkpoint(int(row[0]), row[1]), row[2:]) for row in rows]
 
     def stream(
@@ -190,19 +189,18 @@ class SnapshotReader:
         ]
         return sql.SQL(statement("snapshot_reader", name)).format(**self._names, only=sql.SQL("").join(only))
 
-    def _check_place(self, connection: Connection, after: Checkpoint) -> None:
-        place = {"transaction": str(after.transaction)}
-        (reached,) = fetch_one(connection, self._compose("reached"), place, prepare=False)
+    def _check(
+        self, connection: Connection, after: Checkpoint, conditions: Mapping[str, object], values: Mapping[str, object]
+    ) -> None:
+        """Refuse rows and a checkpoint of transactions that this server has not had."""
+        foreign, reached = fetch_one(connection, self._compose("foreign", conditions), values, prepare=False)
+        if foreign is not None:
+            raise DatabaseError(
+                f"table {self._table} has rows of transaction {foreign} of another server, copied by a dump or by "
+                "replication: give these rows transaction ids of this server in their order, or begin a new table"
+            )
         if not reached:
             raise DatabaseError(
                 f"checkpoint {after} is of another server, which counts other transactions: rows of table "
                 f"{self._table} would be left out; find the last row that took effect, and continue from its place"
             )
-
-    def _check(self, row: tuple[Any, ...] | None) -> None:
-        if row is not None and row[1]:
-            raise DatabaseError(
-                f"table {self._table} has rows of transaction {row[0]} of another server, copied by a dump or by "
-                "replication: give these rows transaction ids of this server in their order, or begin a new table"
-            )
-        self._checked = True

@@ -335,10 +335,26 @@ def test_the_order_goes_on_where_ids_of_32_bits_begin_anew(about_to_wrap: Databa
 def test_rows_of_another_servers_transactions_are_refused_and_not_waited_for(
     database: Database, reader: SnapshotReader
 ) -> None:
+    def restore(kind: str) -> None:
+        with database.connection() as connection:
+            connection.execute(
+                "INSERT INTO eventsql.change (eql_transaction, eql_kind, eql_value) VALUES ('9000000000', %s, 'lost')",
+                [kind],
+            )
+
+    refused = pytest.raises(DatabaseError, match="transaction 9000000000 of another server")
     with database.connection() as connection:
-        connection.execute("INSERT INTO eventsql.change (eql_transaction, eql_value) VALUES ('9000000000', 'restored')")
-    with pytest.raises(DatabaseError, match="transaction 9000000000 of another server"):
+        write(connection, "own", kind="ride")
+    restore("order")
+    with refused:
         reader.read()
+    only_rides = {"eql_kind": "ride"}
+    (row,) = reader.read(only=only_rides)
+    with refused:
+        reader.read(only={"eql_kind": "order"})
+    restore("ride")
+    with refused:
+        reader.read(row.checkpoint, only=only_rides)
 
 
 def test_a_checkpoint_of_another_server_is_refused_instead_of_finding_nothing_for_ever(
