@@ -118,6 +118,16 @@ def test_a_name_that_no_table_can_have_is_refused(platform: EventSQL, name: str)
         platform.capture(name, "changes")
 
 
+def test_a_key_may_be_a_domain_of_a_domain(platform: EventSQL, session: Connection) -> None:
+    session.execute("CREATE DOMAIN number AS integer; CREATE DOMAIN order_number AS number")
+    session.execute("CREATE TABLE orders (id order_number PRIMARY KEY); INSERT INTO orders VALUES (1)")
+    platform.registry.register_topic(Topic("changes"))
+    platform.capture("orders", "changes")
+    session.execute("UPDATE orders SET id = 2")
+    platform.transfer.run_once()
+    assert [event.key for event in platform.reader.read("changes")] == ["1", "1", "2"]
+
+
 def test_a_key_must_be_unique_and_never_null(platform: EventSQL, session: Connection) -> None:
     session.execute(
         "CREATE TABLE orders (id int PRIMARY KEY, code text UNIQUE, sure text NOT NULL UNIQUE, partial int NOT NULL, "

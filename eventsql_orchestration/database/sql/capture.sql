@@ -30,10 +30,8 @@ WHERE c.oid = to_regclass(%(table)s);
 -- columns -- The columns of a table: name, number, whether it is a virtual generated column, and whether it cannot be part
 -- of a key: equal values may have different texts, or the type is not the system's.
 SELECT a.attname, a.attnum, a.attgenerated = 'v',
-       base.oid >= 16384 OR coalesce(NOT k.collisdeterministic, false)
+       {schema}.capture_type(a.atttypid) >= 16384 OR coalesce(NOT k.collisdeterministic, false)
 FROM pg_attribute a
-JOIN pg_type t ON t.oid = a.atttypid
-JOIN pg_type base ON base.oid = CASE WHEN t.typtype = 'd' THEN t.typbasetype ELSE t.oid END
 LEFT JOIN pg_collation k ON k.oid = a.attcollation
 WHERE a.attrelid = %(relation)s::oid AND a.attnum > 0 AND NOT a.attisdropped
 ORDER BY a.attnum;
