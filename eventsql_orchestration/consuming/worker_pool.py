@@ -228,6 +228,7 @@ class Consumption(Running):
                     # Otherwise, an error under this name is the last one of the consumer's only partition.
                     self._answered(self._name)
                     failed = False
+                self._queue_ready(slots, asked, found, woken=woken)
             except BaseException as error:  # noqa: BLE001 - reported
                 # If the thread died, its partitions would stop silently.
                 failed = True
@@ -235,8 +236,6 @@ class Consumption(Running):
                 with self._poller:
                     for slot in slots:
                         slot.due, slot.deaf = time.monotonic() + FAULT_DELAY, True
-            else:
-                self._queue_ready(slots, asked, found, woken=woken)
 
     def _due(self) -> tuple[list[_Slot], bool] | None:
         """Wait until slots are due. Returns them, and whether because of a notification; None to stop."""
@@ -284,6 +283,9 @@ class Consumption(Running):
                 else:
                     # Look no later than usual: the consumer may be resumed, or the lease released.
                     slot.due = now + min(self._polling_delay, ready_in or self._polling_delay)
+            if not self._stop.is_set():
+                # Last, because the present workers go on if no further thread can be started.
+                self._start_workers()
 
     def _add_slots(self, found: dict[int, float | None]) -> None:
         """Add a slot, due at once, for each partition that is new to the consumer."""
@@ -291,8 +293,6 @@ class Consumption(Running):
             self._known.add(partition)
             self._throttle.join(1)
             self._idle[partition] = _Slot(replace(self._keys[0], partition=partition))
-        if not self._stop.is_set():
-            self._start_workers()
 
     # The workers
 

@@ -927,3 +927,25 @@ def test_a_consumer_whose_threads_cannot_all_start_leaves_neither_threads_nor_su
     assert len(threads) == started
     until(lambda: not any(thread.is_alive() for thread in threads))
     assert platform.shards[0].listener._callbacks == {}
+
+
+def test_a_consumer_goes_on_with_its_threads_where_a_new_partition_gets_none(
+    until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, polled = list[threading.Thread](), list[int]()
+
+    def start(*given: Any) -> threading.Thread:
+        if len(threads) == 2:
+            raise RuntimeError("can't start new thread")
+        threads.append(start_thread(*given))
+        return threads[-1]
+
+    def poll(key: ConsumerPartition, _cancellation: Cancellation) -> running.PollOutcome:
+        polled.append(key.partition)
+        return running.PollOutcome()
+
+    monkeypatch.setattr(running, "start_thread", start)
+    monkeypatch.setattr(running, "FAULT_DELAY", 0.01)
+    known = [ConsumerPartition("orders", "mailer", 0)]
+    with Consumption(known, look=lambda _asked: {0: 0.0, 1: 0.0}, poll=poll, polling_delay=0.01, workers=2):
+        until(lambda: min(map(polled.count, (0, 1))) > 1)
