@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from builtins import list as list_of
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, TypeVar
 
 import psycopg
@@ -164,9 +164,10 @@ class Captures:
                         for name, number in zip(*chosen, strict=True)
                         if name not in dropped or number in column_numbers
                     ]
-                    same = (key_numbers, column_numbers) == (chosen_key.numbers, kept)
+                    same = (key_numbers, _in_any_order(column_numbers)) == (chosen_key.numbers, _in_any_order(kept))
                 else:
-                    same = (key_names, column_names) == (chosen_key.names, chosen and chosen.names)
+                    names = chosen and chosen.names
+                    same = (key_names, _in_any_order(column_names)) == (chosen_key.names, _in_any_order(names))
                 if not same:
                     raise RedefinitionError(
                         f"table {str(found)!r} is captured to topic {topic!r} with another key or other columns: drop "
@@ -339,6 +340,10 @@ class Captures:
                 driver.execute(sql.SQL("DROP TRIGGER {} ON {}").format(sql.Identifier(trigger), name))
             if not deleted and not triggers:
                 raise _not_captured(table, topic)
+
+
+def _in_any_order(columns: Iterable[str | int] | None) -> set[str | int] | None:
+    return None if columns is None else set(columns)
 
 
 def _not_captured(table: str, topic: str) -> CaptureError:

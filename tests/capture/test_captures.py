@@ -249,6 +249,13 @@ def test_a_repeated_capture_writes_nothing(orders: EventSQL, session: Connection
     assert session.execute(written).fetchall() == before
 
 
+def test_columns_in_another_order_are_the_same_columns(platform: EventSQL, session: Connection) -> None:
+    session.execute("CREATE TABLE ride (id integer PRIMARY KEY, fare integer, driver text)")
+    platform.registry.register_topic(Topic("rides"))
+    made = platform.capture("ride", "rides", columns=["fare", "driver"])
+    assert platform.capture("ride", "rides", columns=["driver", "fare"]).id == made.id
+
+
 def test_a_column_that_was_dropped_and_added_again_is_captured_again_by_the_same_call(
     platform: EventSQL, session: Connection
 ) -> None:
