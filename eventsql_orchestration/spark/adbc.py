@@ -20,7 +20,7 @@ import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
 from adbc_driver_manager import AdbcConnection, AdbcDatabase, AdbcStatement, Error, ProgrammingError
 from psycopg import conninfo
 
-from eventsql_orchestration.errors import ConfigurationError, DatabaseError, DatabaseUnavailableError
+from eventsql_orchestration.errors import ConfigurationError, DatabaseError, DatabaseFullError, DatabaseUnavailableError
 from eventsql_orchestration.qualification import qualified
 from eventsql_orchestration.redaction import hiding
 from eventsql_orchestration.spark.options import Source
@@ -46,6 +46,9 @@ def known_database(dsn: str) -> AdbcDatabase:
     database: AdbcDatabase = adbc_driver_postgresql.connect(_confined(dsn))
     return database
 
+
+_NO_ROOM: Final = ("53100", "53200", "53400")
+"""SQLSTATEs of a full disk, of full memory, and of a limit such as `temp_file_limit`."""
 
 _PATH: Final = "pg_catalog,pg_temp"
 
@@ -166,6 +169,8 @@ def translate(error: Exception, source: Source, what: str) -> DatabaseError:
     if state is None and isinstance(error, ProgrammingError | psycopg.ProgrammingError | psycopg.DataError):
         # The driver itself raised it. For example, ADBC's library is missing, or a text has a NUL character.
         return DatabaseError(f"{what}: {detail}")
+    if state in _NO_ROOM:
+        return DatabaseFullError(f"{what}: {source.label} has no room left: {detail}")
     if not isinstance(error, RefusedError) and (state is None or state.startswith(("08", "57P", "53"))):
         return DatabaseUnavailableError(f"{what}: {source.label} cannot be reached, or went away: {detail}")
     if state == "42501":

@@ -20,7 +20,7 @@ from pyspark.sql.types import (
 )
 
 from eventsql_orchestration import EventSQL, Publication, Topic
-from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError, ValidationError
+from eventsql_orchestration.errors import DatabaseError, DatabaseFullError, DatabaseUnavailableError, ValidationError
 from eventsql_orchestration.model import NOT_PARTITIONED, OffsetRange
 from eventsql_orchestration.spark.adbc import CopyConnection, CutOffError, RefusedError
 from eventsql_orchestration.spark.copying import TableCopy, copy_frame
@@ -110,16 +110,31 @@ def test_a_driver_whose_library_is_missing_is_not_said_to_have_lost_the_server(
     assert not isinstance(failure.value, DatabaseUnavailableError)
 
 
-def test_a_row_that_the_driver_refuses_is_not_said_to_have_lost_the_server(
-    source: Source, dsn: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def copy(source: Source, dsn: str, monkeypatch: pytest.MonkeyPatch) -> TableCopy:
     monkeypatch.setattr(TaskContext, "get", lambda: Mock(partitionId=lambda: 0))
     with psycopg.connect(dsn, autocommit=True) as administrator:
         administrator.execute("CREATE TABLE public.line (line text)")
         administrator.execute("CREATE TABLE public.ledger (of_table text, part integer, PRIMARY KEY (of_table, part))")
+    return TableCopy(source, "public", "line", "ledger", ["line"])
+
+
+def test_a_row_that_the_driver_refuses_is_not_said_to_have_lost_the_server(copy: TableCopy) -> None:
     with pytest.raises(DatabaseError) as failure:
-        TableCopy(source, "public", "line", "ledger", ["line"])([("a NUL character: \x00",)])
+        copy([("a NUL character: \x00",)])
     assert not isinstance(failure.value, DatabaseUnavailableError)
+
+
+@pytest.mark.parametrize("state", ["53100", "53200", "53400"])
+def test_a_server_without_room_is_not_said_to_be_away(copy: TableCopy, dsn: str, state: str) -> None:
+    with psycopg.connect(dsn, autocommit=True) as administrator:
+        administrator.execute(
+            "CREATE FUNCTION public.extend() RETURNS trigger LANGUAGE plpgsql AS "
+            f"$$ BEGIN RAISE 'could not extend file' USING ERRCODE = '{state}'; END $$".encode()
+        )
+        administrator.execute("CREATE TRIGGER extend BEFORE INSERT ON public.line EXECUTE FUNCTION public.extend()")
+    with pytest.raises(DatabaseFullError, match="no room left"):
+        copy([("a line",)])
 
 
 def test_an_error_of_this_machine_in_a_read_stays_as_it_is(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
