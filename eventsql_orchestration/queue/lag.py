@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from psycopg import sql
-
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.rows import fetch_all, fetch_one
 
@@ -43,16 +41,11 @@ class QueueLagReader:
     """Reads the lag of a database's queues. Unlike with `Queue.statistics`, the time does not grow with the queue."""
 
     def __init__(self, database: Database) -> None:
-        self._schema = database.schema
         self._queries = Queries("queue", database.schema)
 
     def is_allowed(self, connection: Connection) -> bool:
         """Whether this role may read queues. Roles have no rights on queues unless they were given some."""
-        tables = {
-            "queues": sql.Identifier(self._schema, "queue").as_string(),
-            "messages": sql.Identifier(self._schema, "queue_message").as_string(),
-        }
-        return bool(fetch_one(connection, self._queries("may_read_lag"), tables, prepare=False)[0])
+        return bool(fetch_one(connection, self._queries("may_read_lag"), prepare=False)[0])
 
     def read(self, connection: Connection) -> list[QueueLag]:
         """The lag of every queue, by name."""

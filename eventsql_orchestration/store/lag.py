@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
 
-from psycopg import sql
-
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
 from eventsql_orchestration.store.change import StoreCheckpoint
@@ -15,9 +13,6 @@ from eventsql_orchestration.store.home import StoreHome
 
 COUNTED: Final = 100_000
 """How many waiting changes are counted at most."""
-
-_TABLES: Final = ("aggregate_change", "adopted_change", "store_subscription", "store_dead_letter", "store_home")
-"""Tables that the statement of the lag reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +62,12 @@ class SubscriptionLagReader:
     """Reads the lag of a store's subscriptions on connections of its database."""
 
     def __init__(self, database: Database) -> None:
-        self._schema = database.schema
         self._home = StoreHome(database)
         self._queries = Queries("subscriptions", database.schema)
 
     def is_allowed(self, connection: Connection) -> bool:
         """Whether this role may read the lag. Roles have no rights on a store unless they were given some."""
-        tables = [sql.Identifier(self._schema, name).as_string() for name in _TABLES]
-        return bool(fetch_one(connection, self._queries("may_read_lag"), {"tables": tables}, prepare=False)[0])
+        return bool(fetch_one(connection, self._queries("may_read_lag"), prepare=False)[0])
 
     def read(self, connection: Connection, *, counted: int = COUNTED) -> list[SubscriptionLag]:
         """The lag of every subscription, by name. `counted` is how many waiting changes are counted at most.

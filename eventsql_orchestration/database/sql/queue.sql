@@ -241,8 +241,8 @@ WHERE i.inhparent = to_regclass(%(archive)s) AND NOT i.inhdetachpending
 ORDER BY c.relname;
 
 -- may_read_lag -- Whether this role may read the state of messages, beside that of queues.
-SELECT has_table_privilege(%(queues)s::regclass, 'SELECT')
-    AND has_column_privilege(%(messages)s::regclass, 'eql_visible_at', 'SELECT');
+SELECT has_table_privilege('{schema}.queue', 'SELECT')
+    AND has_column_privilege('{schema}.queue_message', 'eql_visible_at', 'SELECT');
 
 -- lag -- The messages of each queue by state, each counted up to a limit; the longest wait of a visible message in
 -- seconds; whether the queue takes the dead letters of another queue; the queue of its dead letters. Reads as many

@@ -66,8 +66,9 @@ WHERE eql_id = %(letter)s;
 -- unregister -- A subscription goes, with its dead letters.
 DELETE FROM {schema}.store_subscription WHERE eql_name = %(name)s;
 
--- may_read_lag -- Whether this role may read these tables.
-SELECT bool_and(has_table_privilege(each, 'SELECT')) FROM unnest(%(tables)s::regclass[]) AS each;
+-- may_read_lag -- Whether this role may read the tables of the lag.
+SELECT bool_and(has_table_privilege('{schema}.' || each, 'SELECT'))
+FROM unnest(ARRAY['aggregate_change', 'adopted_change', 'store_subscription', 'store_dead_letter', 'store_home']) AS each;
 
 -- part followed -- Whether a subscription reads a change.
 (s.eql_types IS NULL OR change.eql_type = ANY (s.eql_types))
