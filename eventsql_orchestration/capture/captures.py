@@ -103,12 +103,11 @@ class Captures:
 
     def list(self) -> list[Capture]:
         """All captures, by table and topic."""
-        rows = query_all(self._database, self._queries("list"), {"schema": self._database.schema})
-        return [as_capture(*row) for row in rows]
+        return [as_capture(*row) for row in query_all(self._database, self._queries("list"))]
 
     def idle_triggers(self) -> list_of[tuple[str, str]]:
         """Tables and topics of triggers that do nothing, because their capture was deleted with its topic."""
-        return query_all(self._database, self._queries("idle_triggers"), {"schema": self._database.schema})
+        return query_all(self._database, self._queries("idle_triggers"))
 
     def drop(self, table: str, topic: str) -> None:
         """Stop capturing the changes of `table` to `topic`. The events stay.
@@ -123,8 +122,8 @@ class Captures:
         """Raise `CaptureError` if `drop` would find nothing to stop."""
         table = _qualified_name(table)
         with self._database.connection() as connection:
-            found = fetch_first(connection, self._queries("table"), {"table": table, "schema": self._database.schema})
-            own = {"relation": None if found is None else found[0], "topic": topic, "schema": self._database.schema}
+            found = fetch_first(connection, self._queries("table"), {"table": table})
+            own = {"relation": None if found is None else found[0], "topic": topic}
             triggers = None if found is None else fetch_first(connection, self._queries("triggers_of"), own)
         if triggers is None and (table, topic) not in {(each.table, each.topic) for each in self.list()}:
             raise _not_captured(table, topic)
@@ -152,7 +151,7 @@ class Captures:
             )
             chosen_key, chosen = self._chosen(driver, found, key, columns)
 
-            own = {"schema": self._database.schema, "relation": found.relation, "topic": topic}
+            own = {"relation": found.relation, "topic": topic}
             existing = fetch_first(driver, self._queries("existing"), own)
             if existing is not None:
                 capture, same_table, key_names, key_numbers, column_names, column_numbers, dropped = existing
@@ -182,8 +181,7 @@ class Captures:
 
     def _capturable(self, driver: psycopg.Connection[Any], table: str) -> Table:
         """The table of this name. Raises `CaptureError` if it cannot be captured."""
-        own = {"table": table, "schema": self._database.schema}
-        row = fetch_first(driver, self._queries("table"), own)
+        row = fetch_first(driver, self._queries("table"), {"table": table})
         if row is None:
             raise CaptureError(f"table {table!r} does not exist: name it as in SQL, with its schema")
         found = Table(*row)
@@ -308,7 +306,7 @@ class Captures:
 
     def _page(self, connection: Connection, capture: int, size: int) -> int | None:
         """Publish the next page of a first snapshot; gives the number of its rows, None after the last page."""
-        own = {"capture": capture, "schema": self._database.schema}
+        own = {"capture": capture}
         noted = fetch_first(connection, self._queries("page_types"), own)
         page = fetch_one(connection, self._queries("page"), {**own, "most": size, "waiting": size == 1})[0]
         if noted is None:
@@ -326,9 +324,9 @@ class Captures:
         with self._database.core() as connection:
             driver = driver_connection(connection)
             wait_at_most(driver, LOCK_SECONDS)
-            found = fetch_first(driver, self._queries("table"), {"table": table, "schema": self._database.schema})
+            found = fetch_first(driver, self._queries("table"), {"table": table})
             relation = None if found is None else found[0]
-            own = {"schema": self._database.schema, "relation": relation, "topic": topic, "name": table}
+            own = {"relation": relation, "topic": topic, "name": table}
             name = None if found is None else sql.Identifier(found[1], found[2])
             if name is not None:
                 # Lock the table before the capture's row, as a writer does.

@@ -23,8 +23,7 @@ SELECT c.oid::bigint, n.nspname, c.relname, c.relkind::text, c.relpersistence::t
        quote_ident(n.nspname) || '.' || quote_ident(c.relname)
 FROM pg_class c
 JOIN pg_namespace n ON n.oid = c.relnamespace
-JOIN pg_proc f ON f.proname = 'capture_changes'
-JOIN pg_namespace own ON own.oid = f.pronamespace AND own.nspname = %(schema)s
+JOIN pg_proc f ON f.proname = 'capture_changes' AND f.pronamespace = '{schema}'::regnamespace
 WHERE c.oid = to_regclass(%(table)s);
 
 -- columns -- The columns of a table: name, number, whether it is a virtual generated column, and whether it cannot be part
@@ -73,7 +72,7 @@ SELECT {schema}.capture_page(%(capture)s, %(most)s, %(waiting)s);
  ) AS arguments
  FROM pg_trigger g
  JOIN pg_proc f ON f.oid = g.tgfoid AND f.proname = 'capture_changes'
- JOIN pg_namespace own ON own.oid = f.pronamespace AND own.nspname = %(schema)s)
+     AND f.pronamespace = '{schema}'::regnamespace)
 
 -- part relation -- The table of a capture, found by its triggers: a restored dump gives the table another oid.
 coalesce(
@@ -195,8 +194,7 @@ LEFT JOIN (
            c.relforcerowsecurity
     FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
 ) c ON c.oid = {relation}
-JOIN pg_proc f ON f.proname = 'capture_changes'
-JOIN pg_namespace own ON own.oid = f.pronamespace AND own.nspname = %(schema)s
+JOIN pg_proc f ON f.proname = 'capture_changes' AND f.pronamespace = '{schema}'::regnamespace
 CROSS JOIN LATERAL (
     SELECT {names_now of key} AS key,
            CASE WHEN captured.eql_column_names IS NOT NULL THEN {names_now of column} END AS columns
