@@ -94,7 +94,6 @@ class ShardStore:
         self._queries = Queries("shards", database.schema)
         self._log = Queries("log", database.schema)
         self._on_log = LogQueries("consumers", database.schema)
-        self._table = {"table": f'"{database.schema}".topic'}
 
     # Identity
 
@@ -106,7 +105,7 @@ class ShardStore:
     def _state(self, connection: Connection) -> ShardState:
         revision = self._database.revision_on(connection)
         (identity,) = fetch_one(connection, self._queries("identity"))
-        if revision is None and fetch_one(connection, self._queries("has_topics"), self._table)[0] is None:
+        if revision is None and fetch_one(connection, self._queries("has_topics"))[0] is None:
             return ShardState(identity, 0)
         if revision is None or revision < _SINCE:
             return ShardState(identity, *fetch_one(connection, self._queries("count_topics")))

@@ -256,7 +256,7 @@ def try_retain(connection: Connection, schema: str, topic: str) -> bool:
 
 def begun(connection: Connection, schema: str) -> list[str]:
     """The segments of all topics that retention has begun to drop: attached ones, and detached ones."""
-    values = {"schema": schema, "mark": tables.DROPPED}
+    values = {"mark": tables.DROPPED}
     return [str(table) for (table,) in fetch_all(connection, LogQueries("segments", schema)("begun"), values)]
 
 
@@ -277,7 +277,7 @@ def drop_leftovers(connection: Connection, schema: str, names: Iterable[str]) ->
 
 def drop_orphans(connection: Connection, schema: str, prefix: str) -> None:
     """Drop the logs and detached segments that no topic has, with names that begin with `prefix`."""
-    values = {"schema": schema, "prefix": prefix}
+    values = {"prefix": prefix}
     for table, view in fetch_all(connection, LogQueries("segments", schema)("orphans"), values):
         statement = "DROP VIEW IF EXISTS {}" if view else "DROP TABLE IF EXISTS {}"
         connection.execute(sql.SQL(statement).format(sql.Identifier(schema, table)))
@@ -290,7 +290,7 @@ def detached(connection: Connection, schema: str, topic: str) -> list[str]:
 
 def _detached(connection: Connection, schema: str, names: str) -> list[tuple[str, str | None]]:
     """The marked tables whose names begin with `names`, and what the first look at each saw."""
-    values = {"schema": schema, "names": names, "mark": tables.DROPPED}
+    values = {"names": names, "mark": tables.DROPPED}
     return fetch_all(connection, LogQueries("segments", schema)("detached"), values)
 
 

@@ -194,7 +194,7 @@ def advance_buffer(connection: Connection, schema: str) -> None:
 
 def states(connection: Connection, schema: str, names: Sequence[str]) -> list[SequenceState]:
     """The sequences of the tables of these names, by table."""
-    values = {"schema": schema, "tables": list(names)}
+    values = {"tables": list(names)}
     return [SequenceState(*row) for row in fetch_all(connection, LogQueries("sequences", schema)("settings"), values)]
 
 

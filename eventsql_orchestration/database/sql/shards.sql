@@ -12,7 +12,7 @@ SELECT (SELECT ARRAY[eql_set::text, eql_name, eql_active::text] FROM {schema}.sh
 SELECT eql_name FROM {schema}.shard;
 
 -- has_topics -- Whether there is a table of topics; EventSQL's Java library makes one without this package.
-SELECT to_regclass(%(table)s);
+SELECT to_regclass('{schema}.topic');
 
 -- count_topics -- How many topics there are.
 SELECT count(*) FROM {schema}.topic;

@@ -32,9 +32,8 @@ WHERE sequence.oid = {ids};
 -- detached -- The tables that retention has detached to drop them, with names that begin with a text, and its note on each.
 SELECT segment.relname, col_description(segment.oid, id.attnum)
 FROM pg_class segment
-JOIN pg_namespace namespace ON namespace.oid = segment.relnamespace
 JOIN pg_attribute id ON id.attrelid = segment.oid AND id.attname = 'eql_id'
-WHERE namespace.nspname = %(schema)s
+WHERE segment.relnamespace = '{schema}'::regnamespace
   AND starts_with(segment.relname, %(names)s)
   AND segment.relkind = 'r'
   AND NOT segment.relispartition
@@ -44,9 +43,8 @@ WHERE namespace.nspname = %(schema)s
 SELECT segment.relname
 FROM pg_description mark
 JOIN pg_class segment ON segment.oid = mark.objoid
-JOIN pg_namespace namespace ON namespace.oid = segment.relnamespace
 WHERE mark.classoid = 'pg_catalog.pg_class'::regclass AND mark.objsubid = 0 AND mark.description = %(mark)s
-  AND namespace.nspname = %(schema)s
+  AND segment.relnamespace = '{schema}'::regnamespace
   AND segment.relkind = 'r'
 ORDER BY segment.relname;
 
@@ -153,8 +151,7 @@ SELECT EXISTS (
 -- whether each is a view. Views come before the tables that they read.
 SELECT c.relname, c.relkind = 'v'
 FROM pg_class c
-JOIN pg_namespace n ON n.oid = c.relnamespace
-WHERE n.nspname = %(schema)s AND c.relkind = ANY (ARRAY['r', 'p', 'v']) AND NOT c.relispartition
+WHERE c.relnamespace = '{schema}'::regnamespace AND c.relkind = ANY (ARRAY['r', 'p', 'v']) AND NOT c.relispartition
   AND starts_with(c.relname, %(prefix)s) AND c.relname ~ '_(event|block|rows|array|segment_[0-9]+)$'
   AND NOT EXISTS (
       SELECT FROM {schema}.topic t WHERE c.relname = ANY (ARRAY[

@@ -12,7 +12,7 @@ JOIN pg_depend depend ON depend.refobjid = owner.oid AND depend.refobjsubid = id
 JOIN pg_class sequence ON sequence.oid = depend.objid AND sequence.relkind = 'S'
 JOIN pg_namespace namespace ON namespace.oid = sequence.relnamespace
 JOIN pg_sequence settings ON settings.seqrelid = sequence.oid
-WHERE owner.relnamespace = (SELECT oid FROM pg_namespace WHERE nspname = %(schema)s)
+WHERE owner.relnamespace = '{schema}'::regnamespace
   AND owner.relname = ANY (%(tables)s)
 ORDER BY owner.relname;
 
