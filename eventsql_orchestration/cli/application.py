@@ -51,9 +51,10 @@ class _LoadedWhenCalled(click.Command):
         self.module: Final = f"{_PACKAGE}.cli.{module or name}"
 
     def load(self) -> click.Command:
-        """The command itself, with its options."""
+        """The command itself, with its options. In a list, it has the line that it has here."""
         loaded = getattr(importlib.import_module(self.module), str(self.name))
         assert isinstance(loaded, click.Command)
+        loaded.short_help = self.short_help
         return loaded
 
     def make_context(self, *arguments: Any, **extra: Any) -> click.Context:

@@ -70,11 +70,7 @@ class _RunByDefault(click.Group):
         return super().parse_args(ctx, args)
 
 
-@click.group(
-    cls=_RunByDefault,
-    short_help="Replay a range of a topic through a consumer.",
-    subcommand_metavar="[run] TOPIC CONSUMER | list | delete",
-)
+@click.group(cls=_RunByDefault, subcommand_metavar="[run] TOPIC CONSUMER | list | delete")
 def backfill() -> None:
     """Replay a range of a topic through a consumer: a plan and, with --execute, runs of Dagster or Airflow.
 

@@ -29,7 +29,7 @@ _BYTES_PER_EVENT: Final = 350
 _SHOWN_SETTINGS: Final = ("fsync", "synchronous_commit", "shared_buffers", "max_wal_size", "wal_compression")
 
 
-@click.group(short_help="Measure events per second, latency and retention here.")
+@click.group()
 def bench() -> None:
     """Measure the platform on this database, beside the raw COPY rate of the database.
 

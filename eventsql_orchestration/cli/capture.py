@@ -39,7 +39,7 @@ def capture() -> None:
     """Publish the changes of a table's rows to a topic."""
 
 
-@command(capture, short_help="Capture the changes of TABLE to TOPIC from now on.")
+@command(capture)
 def create(
     context: CliContext,
     *,
@@ -75,7 +75,7 @@ def _progress() -> Iterator[Callable[[int], None]]:
         yield lambda rows: progress.update(task, description=f"{counted(rows, 'row')} read")
 
 
-@command(capture, "list", short_help="List the captures.")
+@command(capture, "list")
 def list_captures(context: CliContext, as_json: AsJson) -> None:
     """List the captures, and tables with triggers that a deleted topic has left."""
     with context.platform() as platform:
@@ -88,7 +88,7 @@ def list_captures(context: CliContext, as_json: AsJson) -> None:
         )
 
 
-@command(capture, short_help="Stop capturing the changes of TABLE to TOPIC.")
+@command(capture)
 def drop(context: CliContext, table: _Table, topic: TopicName, execute: Annotated[bool, executing("Stop it")]) -> None:
     """Stop capturing the changes of TABLE to TOPIC: a plan and, with --execute, the end. The events stay."""
     with context.whole() as platform:

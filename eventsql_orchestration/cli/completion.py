@@ -16,7 +16,7 @@ from eventsql_orchestration.cli.parameters import argument, command
 _SHELLS: Final = ("bash", "zsh", "fish")
 
 
-@command(short_help="Print the script that makes Tab complete names in a shell.")
+@command()
 def completion(
     context: CliContext,  # noqa: ARG001 - every command takes it
     shell: Annotated[str | None, argument(type=click.Choice(_SHELLS))],

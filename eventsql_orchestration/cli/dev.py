@@ -17,7 +17,7 @@ DAGSTER_PORT: Final = 3000
 AIRFLOW_PORT: Final = 8080
 
 
-@command(short_help="Run the whole system on this machine.")
+@command()
 def dev(
     context: CliContext,
     *,

@@ -65,7 +65,7 @@ _ALIKE: Final = 0.9
 """How alike a misspelt variable and a setting are at least: `EVENTSQL_DNS` is meant, and `EVENTSQL_NEW_DSN` is not."""
 
 
-@command(short_help="Tell what is wrong here, and what fixes it.")
+@command()
 def doctor(
     context: CliContext,
     stalled_after: Annotated[

@@ -57,7 +57,7 @@ _START: Final = (
 )
 
 
-@command(short_help="Print events as JSON lines, without committing anything.")
+@command()
 def tail(
     context: CliContext,
     *,
@@ -155,7 +155,7 @@ def _before(shard: Shard, topic: str, start: Place) -> int:
         return lazy.offset_of(connection, database.schema, topic, start)
 
 
-@command(short_help="Print the events that a consumer has left, and commit its offsets.")
+@command()
 def consume(
     context: CliContext,
     *,

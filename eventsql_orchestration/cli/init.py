@@ -167,7 +167,7 @@ def test_each_order_counts_once(platform: EventSQL) -> None:
 }
 
 
-@command(short_help="Make a small project with a topic, a consumer and a test.")
+@command()
 def init(
     context: CliContext,  # noqa: ARG001 - every command takes it
     directory: Annotated[Path | None, argument(type=click.Path(path_type=Path, file_okay=False), metavar="[DIR]")],

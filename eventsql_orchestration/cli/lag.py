@@ -56,7 +56,7 @@ _SPARE: Final = ("offset", "end", "buffered")
 """Columns that a narrow terminal leaves out, so that names stay whole."""
 
 
-@command(short_help="Show how far consumers are behind, and why.")
+@command()
 def lag(
     context: CliContext,
     *,

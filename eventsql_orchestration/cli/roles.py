@@ -24,7 +24,7 @@ def roles() -> None:
     """Create, list and drop roles with the least rights for each task."""
 
 
-@command(roles, short_help="Create the roles, or give existing roles the rights that they lack.")
+@command(roles)
 def create(context: CliContext, prefix: _Prefix, topics: _Topics) -> None:
     """Create the roles, or give existing roles the rights that they lack.
 
@@ -41,7 +41,7 @@ def create(context: CliContext, prefix: _Prefix, topics: _Topics) -> None:
     say(f"    CREATE ROLE my_service LOGIN PASSWORD '…'; GRANT {prefix}_publisher TO my_service;")
 
 
-@command(roles, short_help="Print the SQL of `create`, to apply it by hand.")
+@command(roles)
 def sql(context: CliContext, prefix: _Prefix, topics: _Topics) -> None:
     """Print the SQL of `eventsql roles create`, to apply it by hand."""
     with context.platform() as platform:
@@ -51,7 +51,7 @@ def sql(context: CliContext, prefix: _Prefix, topics: _Topics) -> None:
             write(Roles(shard.database).sql(prefix=prefix, topics=topics))
 
 
-@command(roles, "list", short_help="List the roles and their members.")
+@command(roles, "list")
 def list_roles(context: CliContext, as_json: AsJson) -> None:
     """List the roles of this installation and their members."""
     with context.platform() as platform:
@@ -78,7 +78,7 @@ def list_roles(context: CliContext, as_json: AsJson) -> None:
     show_list(rows, columns, as_json=as_json, json=dict)
 
 
-@command(roles, short_help="Drop the roles of some topics, or all roles of this installation.")
+@command(roles)
 def drop(
     context: CliContext,
     topics: _Topics,

@@ -50,7 +50,7 @@ _JSON: Final[Columns] = {
 }  # fmt: skip
 
 
-@command(short_help="Move a consumer to another place in its topic's log.")
+@command()
 def seek(
     context: CliContext,
     *,

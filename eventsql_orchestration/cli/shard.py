@@ -76,7 +76,7 @@ def what_is_left(shard: ShardStatus) -> str | None:
     return None
 
 
-@command(shard, short_help="Show what is not finished: additions, consumers held back, publications.")
+@command(shard)
 def status(context: CliContext, as_json: AsJson) -> None:
     """Show shards that are not added yet, consumers that are held back, and publications that are not finished.
 

@@ -55,7 +55,7 @@ class Screen:
         return {"time": self.time, **tables, **({"down": list(self.down)} if self.down else {})}
 
 
-@command(short_help="Show rates, lag and what stands still, on a screen that refreshes.")
+@command()
 def top(
     context: CliContext,
     *,

@@ -36,7 +36,7 @@ NOT_SHOWN: Final = "status and times of runs are not shown"
 HOW_TO_REACH: Final = {DAGSTER: "give --dagster-url, or set DAGSTER_HOME", AIRFLOW: "give --airflow-url"}
 
 
-@command(short_help="Show where an event comes from.")
+@command()
 def trace(
     context: CliContext,
     *,

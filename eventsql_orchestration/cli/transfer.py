@@ -38,7 +38,7 @@ class _Report:
         self._said = time.monotonic()
 
 
-@command(short_help="Move published events into their topics' logs.")
+@command()
 def transfer(
     context: CliContext,
     once: Annotated[bool, option("Move the events that are there now, and end.")],

@@ -158,7 +158,7 @@ def give_up(context: CliContext, *, name: ViewName, execute: Annotated[bool, exe
             say(f"view {name!r} has no rebuild")
 
 
-@command(short_help="Show what happened to a resource.")
+@command()
 def timeline(
     context: CliContext,
     *,
@@ -180,7 +180,7 @@ def timeline(
     _show(entries, columns, as_json=as_json)
 
 
-@command(short_help="Show counts per bucket of time.")
+@command()
 def rollup(
     context: CliContext,
     *,
@@ -261,7 +261,7 @@ def _plot(buckets: list[RollupBucket], path: Path, name: str) -> None:
     say(f"{counted(len(buckets), 'bucket')} drawn to {path}")
 
 
-@command(short_help="Search the lines of logs.")
+@command()
 def logs(
     context: CliContext,
     *,

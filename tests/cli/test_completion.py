@@ -17,7 +17,6 @@ from click.testing import Result
 
 from eventsql_orchestration import Consumer, EventSQL, Topic
 from eventsql_orchestration.cli import lazy, main
-from eventsql_orchestration.cli.application import _COMMANDS
 from eventsql_orchestration.cli.offered_names import offered
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.queue import Queue
@@ -195,11 +194,3 @@ def test_completing_commands_and_options_loads_nothing_heavy(words: list[str]) -
 
 def test_completing_names_loads_nothing_heavy_but_the_driver(defined: EventSQL, dsn: str) -> None:
     assert loaded(EVENTSQL_DSN=dsn, **completing("consume", "rides", "")) == {"psycopg"}
-
-
-def test_the_list_of_commands_says_what_each_command_says_of_itself() -> None:
-    assert list(main.commands) == [command.name for command in _COMMANDS]
-    for command in _COMMANDS:
-        itself = command.make_context(str(command.name), [], resilient_parsing=True).command
-        assert itself.name == command.name
-        assert command.short_help in (itself.short_help, itself.get_short_help_str(limit=200)), command.name
