@@ -15,7 +15,6 @@ from eventsql_orchestration.cli.location import NO_LOCATION, location_here, loca
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.dagster.backfills.local_launcher import LocalRuns
 from eventsql_orchestration.dagster.backfills.remote_launcher import RemoteDagster
-from eventsql_orchestration.dagster.local.code_location import CodeLocation
 from eventsql_orchestration.dagster.local.dagster_process import running_url
 from eventsql_orchestration.dagster.local.instance import CONFIG_FILE, STORAGE_VARIABLE, instance_directory, storage_url
 from eventsql_orchestration.dagster.trace.runs import ServedRuns, StoredRuns
@@ -50,7 +49,7 @@ def dagster_launcher(
         "EVENTSQL_SCHEMA": platform.shards[0].database.schema,
         "PYSPARK_PYTHON": sys.executable,
     }
-    return LocalRuns(CodeLocation(**location), topic, consumer, environment=environment)
+    return LocalRuns(location, topic, consumer, environment=environment)
 
 
 def local_dagster(home: Path) -> str | None:

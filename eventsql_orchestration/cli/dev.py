@@ -9,7 +9,6 @@ from typing import Annotated, Final
 import click
 
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.location import location_of
 from eventsql_orchestration.cli.parameters import DIRECTORY, FILE, Seconds, Whole, command, option
 from eventsql_orchestration.errors import MissingExtraError
 
@@ -77,6 +76,6 @@ def dev(
     from eventsql_orchestration.cli.development import develop  # noqa: PLC0415 - loads Dagster
 
     develop(
-        context, location_of(file, module), once=once, port=port or DAGSTER_PORT, timeout=timeout, orders=orders,
+        context, file, module, once=once, port=port or DAGSTER_PORT, timeout=timeout, orders=orders,
         cold_spark=cold_spark,
     )  # fmt: skip

@@ -10,13 +10,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
-from typing import Any, Final
+from pathlib import Path
+from typing import Final
 
 import click
 import dagster as dg
 import sqlalchemy
 
 from eventsql_orchestration.cli.context import CliContext
+from eventsql_orchestration.cli.location import location_of
 from eventsql_orchestration.cli.output import say
 from eventsql_orchestration.cli.rounds import (
     RunningSystem,
@@ -28,7 +30,6 @@ from eventsql_orchestration.cli.rounds import (
     steps_shown,
     transferring,
 )
-from eventsql_orchestration.dagster.local.code_location import CodeLocation
 from eventsql_orchestration.dagster.local.dagster_process import STOP_SECONDS, UNDER_WAY, LocalDagster
 from eventsql_orchestration.dagster.local.instance import instance_directory, write_instance
 from eventsql_orchestration.dagster.local.run_counts import run_counts
@@ -52,14 +53,15 @@ _SIMULATED: Final = "topic__ride_orders"
 
 
 def develop(
-    context: CliContext, fields: Mapping[str, Any],
+    context: CliContext, file: Path | None, module: str | None,
     *, once: bool, port: int, timeout: float, orders: int | None, cold_spark: bool,
 ) -> None:  # fmt: skip
-    """Run a code location until Ctrl-C, or with `once` until a round is done. `fields` are those of a `CodeLocation`.
+    """Run the code location that the options or this directory name until Ctrl-C, or with `once` until a round is done.
 
-    Raises `LocalDagsterError` for a location that cannot be loaded, `RoundError` for a round with faults.
+    Raises as `location_of`, `LocalDagsterError` for a location that cannot be loaded, `RoundError` for a round with
+    faults.
     """
-    location = CodeLocation(**fields)
+    location = location_of(file, module)
     location.check()
     home = context.settings.home
     directory = instance_directory(home)

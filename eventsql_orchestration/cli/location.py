@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import click
 
+from eventsql_orchestration.dagster.local.code_location import CodeLocation
 from eventsql_orchestration.errors import ConfigurationError
 
 NO_LOCATION: Final = "there is no code location here, neither a `dg` project nor definitions.py"
 
 
-def location_of(file: Path | None, module: str | None) -> dict[str, Any]:
-    """The fields of the `CodeLocation` that the options or this directory name.
+def location_of(file: Path | None, module: str | None) -> CodeLocation:
+    """The location that the options or this directory name.
 
     Raises `ConfigurationError` for a pyproject.toml that cannot be read, and `click.UsageError` if there is none.
     """
@@ -25,27 +26,27 @@ def location_of(file: Path | None, module: str | None) -> dict[str, Any]:
     if file is not None:
         if not file.exists():
             raise click.UsageError(f"{file} does not exist")
-        return {"file": file}
+        return CodeLocation(file)
     if (here := location_here()) is None:
         raise click.UsageError(f"{NO_LOCATION}: name one with -f or -m, or make a project with `eventsql init`")
     return here
 
 
-def location_here() -> dict[str, Any] | None:
-    """The fields of the `CodeLocation` of this directory: its `dg` project, else its definitions.py; None without both.
+def location_here() -> CodeLocation | None:
+    """The location of this directory: its `dg` project, else its definitions.py; None without both.
 
     Raises `ConfigurationError` for a pyproject.toml that cannot be read.
     """
     if (module := _module_of(Path("pyproject.toml"))) is not None:
         return _imported(module)
     file = Path("definitions.py")
-    return {"file": file} if file.exists() else None
+    return CodeLocation(file) if file.exists() else None
 
 
-def _imported(module: str) -> dict[str, Any]:
+def _imported(module: str) -> CodeLocation:
     # A project that is not installed is imported from where its sources are.
     sources = Path("src")
-    return {"module": module, "imports": sources if (sources / module.partition(".")[0]).exists() else None}
+    return CodeLocation(module=module, imports=sources if (sources / module.partition(".")[0]).exists() else None)
 
 
 def _module_of(file: Path) -> str | None:

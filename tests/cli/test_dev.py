@@ -20,6 +20,7 @@ from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.cli import development, rounds
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.location import location_of
+from eventsql_orchestration.dagster.local.code_location import CodeLocation
 from eventsql_orchestration.dagster.local.dagster_process import LocalDagster
 from eventsql_orchestration.errors import MissingExtraError
 from eventsql_orchestration.orchestration.errors import RoundError
@@ -160,26 +161,26 @@ def project(directory: Path, tool: str) -> None:
 
 def test_a_file_and_a_module_are_named_by_options(directory: Path) -> None:
     (directory / "mine.py").touch()
-    assert location_of(Path("mine.py"), None) == {"file": Path("mine.py")}
-    assert location_of(None, "shop.defs") == {"module": "shop.defs", "imports": None}
+    assert location_of(Path("mine.py"), None) == CodeLocation(Path("mine.py"))
+    assert location_of(None, "shop.defs") == CodeLocation(module="shop.defs")
     (directory / "src" / "shop").mkdir(parents=True)
-    assert location_of(None, "shop.defs") == {"module": "shop.defs", "imports": Path("src")}
+    assert location_of(None, "shop.defs") == CodeLocation(module="shop.defs", imports=Path("src"))
 
 
 def test_the_dg_project_of_the_directory_goes_before_its_file(directory: Path) -> None:
     (directory / "definitions.py").touch()
-    assert location_of(None, None) == {"file": Path("definitions.py")}
+    assert location_of(None, None) == CodeLocation(Path("definitions.py"))
     project(directory, '[tool.dg.project]\nroot_module = "shop"\n')
-    assert location_of(None, None) == {"module": "shop.definitions", "imports": None}
+    assert location_of(None, None) == CodeLocation(module="shop.definitions")
     (directory / "src" / "shop").mkdir(parents=True)
-    assert location_of(None, None) == {"module": "shop.definitions", "imports": Path("src")}
+    assert location_of(None, None) == CodeLocation(module="shop.definitions", imports=Path("src"))
     project(directory, '[tool.dg.project]\nroot_module = "shop"\ncode_location_target_module = "shop.defs"\n')
-    assert location_of(None, None)["module"] == "shop.defs"
+    assert location_of(None, None).module == "shop.defs"
 
 
 def test_a_project_of_dagster_dev_is_found_too(directory: Path) -> None:
     project(directory, '[tool.dagster]\nmodule_name = "shop.all"\n')
-    assert location_of(None, None) == {"module": "shop.all", "imports": None}
+    assert location_of(None, None) == CodeLocation(module="shop.all")
 
 
 @pytest.mark.parametrize(

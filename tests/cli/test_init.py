@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from eventsql_orchestration.cli.location import location_of
+from eventsql_orchestration.dagster.local.code_location import CodeLocation
 from tests.cli.conftest import Run
 
 
@@ -29,7 +30,7 @@ def test_it_makes_a_project_that_dev_finds(invoke: Run, directory: Path, monkeyp
     for file in root.rglob("*.py"):
         ast.parse(file.read_text())
     monkeypatch.chdir(root)
-    assert location_of(None, None) == {"module": "corner_shop.definitions", "imports": Path("src")}
+    assert location_of(None, None) == CodeLocation(module="corner_shop.definitions", imports=Path("src"))
 
 
 @pytest.mark.parametrize("name", ["Corner Shop", 'corner"shop', "corner\nshop", "corner_shop", "{corner} shop"])

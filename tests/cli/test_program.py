@@ -16,7 +16,7 @@ import psycopg
 import pytest
 
 from eventsql_orchestration import EventSQL, Topic
-from eventsql_orchestration.cli import lazy, main
+from eventsql_orchestration.cli import main
 from eventsql_orchestration.cli.application import whole_program
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
@@ -335,7 +335,6 @@ def test_a_command_whose_extra_is_missing_names_it(invoke: Run, monkeypatch: pyt
     needing = ("eventsql_orchestration.dagster", "eventsql_orchestration.cli.development")
     for name in [name for name in sys.modules if name.startswith(needing)]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delitem(vars(lazy), "Development", raising=False)
     monkeypatch.setitem(sys.modules, "dagster", None)
     result = invoke("dev", "-m", "json")
     assert result.exit_code == 1
