@@ -19,7 +19,7 @@ def runs_since(api: AirflowApi, since: datetime) -> Iterator[dict[str, Any]]:
 
 def run_counts(api: AirflowApi, since: datetime) -> RunCounts:
     """Counts of each topic, from the asset events of the runs since a time."""
-    counts = RunCounts(failed=any(run["state"] == "failed" for run in runs_since(api, since)))
+    counts = RunCounts(failed=tuple(run["dag_id"] for run in runs_since(api, since) if run["state"] == "failed"))
     runs: dict[str, set[tuple[str, str]]] = {}
     for event in api.pages("/assets/events", "asset_events", timestamp_gte=since.isoformat()):
         extra = event["extra"] or {}

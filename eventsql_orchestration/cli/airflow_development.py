@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -22,27 +21,11 @@ from eventsql_orchestration.airflow.round_runs import run_counts, runs_since
 from eventsql_orchestration.cli.airflow_url import airflow_home
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import say
-from eventsql_orchestration.cli.rounds import (
-    RunningSystem,
-    find_java,
-    interrupt,
-    report,
-    spark_environment,
-    spark_for_runs,
-    steps_shown,
-    transferring,
-)
+from eventsql_orchestration.cli.rounds import RunningSystem, prepared, report, steps_shown, transferring
 from eventsql_orchestration.errors import DatabaseUnavailableError
 from eventsql_orchestration.orchestration.errors import LocalAirflowError, RoundError
-from eventsql_orchestration.orchestration.local_processes import (
-    PROCESSES_LOCK,
-    lock_file,
-    only_one,
-    take_lock,
-    temporary_directory,
-)
-from eventsql_orchestration.orchestration.rounds import Counts, account
-from eventsql_orchestration.signals import handling
+from eventsql_orchestration.orchestration.local_processes import PROCESSES_LOCK, lock_file, take_lock
+from eventsql_orchestration.orchestration.rounds import Counts, RunCounts
 
 SETUP: Final = "eventsql:setup"
 SIMULATION: Final = "eventsql:simulation"
@@ -58,50 +41,35 @@ def develop(
     Raises `RoundError` for a round with faults.
     """
     home = airflow_home(context.settings.home)
-    # Take the lock first: a second `dev` must not stop the server of the first one.
+    variables = {
+        # DAGs import the code beside which this command runs, as with `airflow standalone` in this directory.
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")])),
+        # More tasks at once only slow one another down.
+        "AIRFLOW__CORE__PARALLELISM": "2",
+    }
     with (
-        handling(interrupt, signal.SIGTERM, signal.SIGHUP),
-        only_one(home, kill=kill_session),
-        temporary_directory(home) as temporary,
-        context.whole_system() as platform,
+        prepared(context, home, cold_spark=cold_spark, kill=kill_session, **variables) as (platform, environment, keep),
         lock_file(home / PROCESSES_LOCK) as lock,
         steps_shown() as progress,
     ):
         take_lock(lock, home)
-        warm = find_java(context.settings.home) and not cold_spark
-        environment = {
-            **spark_environment(platform),
-            "TMPDIR": str(temporary),
-            # DAGs import the code beside which this command runs, as with `airflow standalone` in this directory.
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")])),
-            # More tasks at once only slow one another down.
-            "AIRFLOW__CORE__PARALLELISM": "2",
-        }
         started, before = datetime.now(UTC), Counts.take(platform)
         urls = [shard.database.dsn for shard in platform.shards]
         # Airflow's tasks move no events.
         with (
-            spark_for_runs(home, environment, warm=warm) as (spark, keep_spark),
             LocalAirflow(
-                home, dags, _metadata_database(urls[0]), environment={**environment, **spark}, port=port, lock=lock,
+                home, dags, _metadata_database(urls[0]), environment=environment, port=port, lock=lock,
                 connections={"eventsql_default": connection_of(urls, platform.shards[0].database.schema)},
                 start_timeout=timeout,
             ) as airflow,
             transferring(platform, stop_seconds=5.0),
         ):  # fmt: skip
-            running = _Running(
+            done = _Running(
                 context=context, platform=platform, progress=progress, log=home, check=airflow.require_running,
-                ui=f"The Airflow UI is at {airflow.url}", keep_spark=keep_spark, airflow=airflow, started=started,
-                orders=orders,
-            )  # fmt: skip
-            running.start(dags, timeout)
-            if not once:
-                running.serve()
-            faults = running.round(timeout)
-            failed = [run["dag_id"] for run in runs_since(airflow.api, started) if run["state"] == "failed"]
-            counts = run_counts(airflow.api, started)
-            topics = account(before, Counts.take(platform), counts, alone=bool(running.tagged(SIMULATION)))
-    report(failed, topics, faults)
+                ui=f"The Airflow UI is at {airflow.url}", keep_spark=keep, before=before, airflow=airflow,
+                started=started, orders=orders,
+            ).run(once=once, timeout=timeout)  # fmt: skip
+    report(*done)
 
 
 def _metadata_database(url: str) -> str:
@@ -131,7 +99,11 @@ class _Running(RunningSystem[tuple[str, str]]):
     started: datetime
     orders: int | None
 
-    def start(self, dags: Path, timeout: float) -> None:
+    @property
+    def simulations(self) -> list[str]:
+        return self.tagged(SIMULATION)
+
+    def set_up(self, timeout: float) -> None:
         """Start Airflow and run the DAGs that set up. Raises `LocalAirflowError`."""
         airflow = self.airflow
         task = self.progress.add_task("Airflow starts: its tables", total=1)
@@ -145,9 +117,9 @@ class _Running(RunningSystem[tuple[str, str]]):
         if errors:
             raise LocalAirflowError(f"{errors[0]['filename']} cannot be imported: {errors[0]['stack_trace'].strip()}")
         if not self.tagged():
-            raise LocalAirflowError(f"{dags} has no DAGs: name the directory that has them")
-        if self.orders is not None and not self.tagged(SIMULATION):
-            raise click.UsageError(f"--orders is for DAGs with a simulation, and {dags} has none")
+            raise LocalAirflowError(f"{airflow.dags} has no DAGs: name the directory that has them")
+        if self.orders is not None and not self.simulations:
+            raise click.UsageError(f"--orders is for DAGs with a simulation, and {airflow.dags} has none")
         self.progress.update(task, description=f"Airflow runs at {airflow.url}", completed=1)
         if not (setup := self.tagged(SETUP)):
             say(
@@ -168,17 +140,15 @@ class _Running(RunningSystem[tuple[str, str]]):
         query: dict[str, Any] = {} if tag is None else {"tags": tag}
         return [dag["dag_id"] for dag in self.airflow.api.pages("/dags", "dags", **query)]
 
-    def simulate(self, deadline: float) -> bool:
-        runs = self.start_simulations()
-        for dag, run in runs:
+    def simulate(self, deadline: float) -> None:
+        for dag, run in self.start_simulations():
             if self._wait(dag, run, deadline) != "success":
                 raise RoundError(f"DAG {dag} failed: see its log in {self.log}")
-        return bool(runs)
 
     def start_simulations(self) -> list[tuple[str, str]]:
         """A DAG with a parameter `orders` gets the number of orders."""
         runs = []
-        for dag in self.tagged(SIMULATION):
+        for dag in self.simulations:
             params = self.airflow.api.ask("GET", f"/dags/{dag}/details")["params"] or {}
             conf = {} if self.orders is None or "orders" not in params else {"orders": self.orders}
             runs.append((dag, self.airflow.api.trigger(dag, conf)))
@@ -192,6 +162,9 @@ class _Running(RunningSystem[tuple[str, str]]):
 
     def verify(self, deadline: float) -> list[str]:
         return [fault for dag in self.tagged(VERIFICATION) for fault in self._failed_tasks(dag, deadline)]
+
+    def run_counts(self) -> RunCounts:
+        return run_counts(self.airflow.api, self.started)
 
     def _failed_tasks(self, dag: str, deadline: float) -> list[str]:
         run, _ = self._run(dag, deadline)

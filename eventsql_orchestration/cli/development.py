@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,16 +19,7 @@ import sqlalchemy
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.location import location_of
 from eventsql_orchestration.cli.output import say
-from eventsql_orchestration.cli.rounds import (
-    RunningSystem,
-    find_java,
-    interrupt,
-    report,
-    spark_environment,
-    spark_for_runs,
-    steps_shown,
-    transferring,
-)
+from eventsql_orchestration.cli.rounds import RunningSystem, prepared, report, steps_shown, transferring
 from eventsql_orchestration.dagster.local.dagster_process import STOP_SECONDS, UNDER_WAY, LocalDagster
 from eventsql_orchestration.dagster.local.instance import instance_directory, write_instance
 from eventsql_orchestration.dagster.local.run_counts import run_counts
@@ -43,10 +33,8 @@ from eventsql_orchestration.dagster.tags import (
 )
 from eventsql_orchestration.errors import DatabaseUnavailableError
 from eventsql_orchestration.orchestration.errors import LocalDagsterError
-from eventsql_orchestration.orchestration.local_processes import only_one, temporary_directory
-from eventsql_orchestration.orchestration.rounds import Counts, account
+from eventsql_orchestration.orchestration.rounds import Counts, RunCounts
 from eventsql_orchestration.queue.lag import queue_lags
-from eventsql_orchestration.signals import handling
 
 _SIMULATED: Final = "topic__ride_orders"
 """The op of the reference location's simulation that takes the config `orders`."""
@@ -65,43 +53,27 @@ def develop(
     location.check()
     home = context.settings.home
     directory = instance_directory(home)
-    # Take the lock first: a second `dev` must not stop the server of the first one.
-    with (
-        handling(interrupt, signal.SIGTERM, signal.SIGHUP),
-        only_one(directory),
-        context.whole_system() as platform,
-        temporary_directory(directory) as temporary,
-    ):
-        warm = find_java(home) and not cold_spark
-        environment = {**spark_environment(platform), "TMPDIR": str(temporary)}
-        with spark_for_runs(directory, environment, warm=warm) as (spark, keep_spark):
-            dagster = LocalDagster(
-                location, instance_home=write_instance(home, platform.database.dsn), port=port,
-                environment={**environment, **spark}, on_stop=say,
+    with prepared(context, directory, cold_spark=cold_spark) as (platform, environment, keep_spark):
+        dagster = LocalDagster(
+            location, instance_home=write_instance(home, platform.database.dsn), port=port, environment=environment,
+            on_stop=say,
+        )  # fmt: skip
+        # Do this before the daemon starts: its sensors launch runs for events that already wait.
+        started, before = datetime.now(UTC), Counts.take(platform)
+        with steps_shown() as progress, dagster, dagster.instance() as instance:
+            starting = progress.add_task("Dagster starts")
+            dagster.start(
+                timeout=timeout, on_wait=lambda what: progress.update(starting, description=f"Dagster starts: {what}")
+            )
+            progress.update(starting, description=f"Dagster runs at {dagster.url}", completed=1, total=1)
+            running = Running(
+                context=context, platform=platform, progress=progress, log=dagster.log, before=before,
+                ui=f"The Dagster UI is at {dagster.url}", check=dagster.require_running, keep_spark=keep_spark,
+                dagster=dagster, instance=instance, started=started, config=_simulation_config(dagster, orders),
             )  # fmt: skip
-            # Do this before the daemon starts: its sensors launch runs for events that already wait.
-            started, before = datetime.now(UTC), Counts.take(platform)
-            with steps_shown() as progress, dagster, dagster.instance() as instance:
-                starting = progress.add_task("Dagster starts")
-                dagster.start(
-                    timeout=timeout,
-                    on_wait=lambda what: progress.update(starting, description=f"Dagster starts: {what}"),
-                )
-                progress.update(starting, description=f"Dagster runs at {dagster.url}", completed=1, total=1)
-                running = Running(
-                    context=context, platform=platform, progress=progress, log=dagster.log,
-                    ui=f"The Dagster UI is at {dagster.url}", check=dagster.require_running, keep_spark=keep_spark,
-                    dagster=dagster, instance=instance, config=_simulation_config(dagster, orders),
-                )  # fmt: skip
-                with running.transferring():
-                    running.set_up(timeout)
-                    if not once:
-                        running.serve()
-                    faults = running.round(timeout)
-                    runs = instance.get_runs(dg.RunsFilter(created_after=started))
-                    counts, alone = run_counts(instance, runs), bool(running.simulations)
-                    topics = account(before, Counts.take(platform), counts, alone=alone)
-    report([run.job_name for run in runs if run.status is dg.DagsterRunStatus.FAILURE], topics, faults)
+            with running.transferring():
+                done = running.run(once=once, timeout=timeout)
+    report(*done)
 
 
 def _simulation_config(dagster: LocalDagster, orders: int | None) -> Mapping[str, object]:
@@ -121,11 +93,11 @@ class Running(RunningSystem[str]):
 
     dagster: LocalDagster
     instance: dg.DagsterInstance
+    started: datetime
     config: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def simulations(self) -> list[str]:
-        """The jobs of the location that publish events to look at."""
         return self.dagster.jobs_with(DEV_TAG, DEV_SIMULATION)
 
     @contextmanager
@@ -147,7 +119,6 @@ class Running(RunningSystem[str]):
             yield
 
     def set_up(self, timeout: float) -> None:
-        """Register topics and consumers by the jobs of the location."""
         jobs = self.dagster.jobs_with(DEV_TAG, DEV_SETUP)
         if not jobs:
             say(
@@ -163,11 +134,9 @@ class Running(RunningSystem[str]):
         self.progress.update(task, completed=1)
         return run
 
-    def simulate(self, deadline: float) -> bool:
-        simulations = self.simulations
-        for job in simulations:
+    def simulate(self, deadline: float) -> None:
+        for job in self.simulations:
             self._run(job, config=self.config, timeout=_left(deadline))
-        return bool(simulations)
 
     def start_simulations(self) -> list[str]:
         return [self.dagster.launch(job, run_config=self.config) for job in self.simulations]
@@ -195,6 +164,9 @@ class Running(RunningSystem[str]):
             for job in self.dagster.jobs_with(DEV_TAG, DEV_VERIFICATION)
             for fault in _failed_checks(self.instance, self._run(job, timeout=_left(deadline)))
         ]
+
+    def run_counts(self) -> RunCounts:
+        return run_counts(self.instance, self.instance.get_runs(dg.RunsFilter(created_after=self.started)))
 
 
 def _left(deadline: float) -> float:

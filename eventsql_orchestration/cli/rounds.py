@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import threading
@@ -12,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Final, Generic, NoReturn, TypeVar
 
@@ -27,9 +28,17 @@ from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.consuming.lag_values import ConsumerLag, LagCause
 from eventsql_orchestration.errors import MissingExtraError
 from eventsql_orchestration.orchestration.errors import RoundError
-from eventsql_orchestration.orchestration.local_processes import SPARK_LOCK, free_port, kill_group, start_group
-from eventsql_orchestration.orchestration.rounds import Counts, TopicRound
+from eventsql_orchestration.orchestration.local_processes import (
+    SPARK_LOCK,
+    free_port,
+    kill_group,
+    only_one,
+    start_group,
+    temporary_directory,
+)
+from eventsql_orchestration.orchestration.rounds import Counts, RunCounts, TopicRound, account
 from eventsql_orchestration.orchestration.shards import partition_label
+from eventsql_orchestration.signals import handling
 from eventsql_orchestration.spark import SPARK_CONFIG_VARIABLE
 from eventsql_orchestration.spark.connect_server import ConnectServer, connect_is_installed
 from eventsql_orchestration.spark.java import ensure_java
@@ -182,6 +191,29 @@ def spark_for_runs(
 
 
 @contextmanager
+def prepared(
+    context: CliContext, directory: Path, *, cold_spark: bool, kill: Callable[[int], None] = kill_group,
+    **variables: str,
+) -> Iterator[tuple[EventSQL, dict[str, str], Callable[[], None]]]:  # fmt: skip
+    """The parts of the system that do not depend on its orchestrator: its database, Spark, and a temporary directory.
+
+    Gives the platform, the environment of the orchestrator's processes with these further `variables`, and a function
+    that starts Spark again if it has died. No other `eventsql dev` runs on the directory meanwhile.
+    """
+    # Take the lock first: a second `dev` must not stop the server of the first one.
+    with (
+        handling(interrupt, signal.SIGTERM, signal.SIGHUP),
+        only_one(directory, kill=kill),
+        temporary_directory(directory) as temporary,
+        context.whole_system() as platform,
+    ):
+        warm = find_java(context.settings.home) and not cold_spark
+        environment = {**spark_environment(platform), "TMPDIR": str(temporary), **variables}
+        with spark_for_runs(directory, environment, warm=warm) as (spark, keep_spark):
+            yield platform, {**environment, **spark}, keep_spark
+
+
+@contextmanager
 def transferring(platform: EventSQL, *, stop_seconds: float) -> Iterator[None]:
     """Move events in a thread while the block runs. The thread has `stop_seconds` to end."""
     stop, wake = threading.Event(), threading.Event()
@@ -217,7 +249,8 @@ class Simulations(Generic[Run]):
 class RunningSystem(ABC, Generic[Run]):
     """The running system with an orchestrator. `ui` says where its UI is, and `log` is the place of its logs.
 
-    `check` raises if the orchestrator has ended. `keep_spark` starts Spark again if it has died.
+    `check` raises if the orchestrator has ended. `keep_spark` starts Spark again if it has died. `before` are the
+    counts from before the orchestrator started.
     """
 
     passing: ClassVar[tuple[type[Exception], ...]]
@@ -230,10 +263,19 @@ class RunningSystem(ABC, Generic[Run]):
     log: Path
     check: Callable[[], None]
     keep_spark: Callable[[], None] = lambda: None
+    before: Counts = field(default_factory=Counts)
+
+    @property
+    @abstractmethod
+    def simulations(self) -> Sequence[str]:
+        """The jobs or the DAGs that publish events to look at."""
 
     @abstractmethod
-    def start_simulations(self) -> Sequence[Run]:
-        """Start what publishes events to look at."""
+    def set_up(self, timeout: float) -> None:
+        """Register topics and consumers."""
+
+    @abstractmethod
+    def start_simulations(self) -> Sequence[Run]: ...
 
     @abstractmethod
     def has_ended(self, run: Run) -> bool: ...
@@ -243,19 +285,32 @@ class RunningSystem(ABC, Generic[Run]):
         """Whether a run is under way that may publish or consume, or messages wait for one."""
 
     @abstractmethod
-    def simulate(self, deadline: float) -> bool:
-        """Run the simulations to their end. False if there are none."""
+    def simulate(self, deadline: float) -> None:
+        """Run the simulations to their end."""
 
     @abstractmethod
     def verify(self, deadline: float) -> list[str]:
         """Run the checks; gives the faults that they found."""
 
+    @abstractmethod
+    def run_counts(self) -> RunCounts:
+        """The counts of the runs since the orchestrator started."""
+
+    def run(self, *, once: bool, timeout: float) -> tuple[RunCounts, list[TopicRound], list[str]]:
+        """Set up, and serve until the user ends it. With `once`, do a round instead, and give what `report` takes."""
+        self.set_up(timeout)
+        if not once:
+            self.serve()
+        faults = self.round(timeout)
+        runs, after = self.run_counts(), Counts.take(self.platform)
+        return runs, account(self.before, after, runs, alone=bool(self.simulations)), faults
+
     def round(self, timeout: float) -> list[str]:
         """Simulate, wait until all events are consumed, and verify. Gives the faults that the checks found."""
         deadline = time.monotonic() + timeout
-        simulated = self.simulate(deadline)
+        self.simulate(deadline)
         self.consume_all(deadline)
-        return self.verify(deadline) if simulated else []
+        return self.verify(deadline) if self.simulations else []
 
     def consume_all(self, deadline: float) -> None:
         """Wait until every consumer has consumed everything and no run is under way.
@@ -329,9 +384,9 @@ def _named(behind: list[ConsumerLag]) -> str:
     )
 
 
-def report(failed: Sequence[str], topics: list[TopicRound], faults: list[str]) -> None:
-    """Print a round. `failed` has the job or the DAG of each failed run. Raises `RoundError` if there are faults."""
-    if failed:
+def report(runs: RunCounts, topics: list[TopicRound], faults: list[str]) -> None:
+    """Print a round. Raises `RoundError` if there are faults."""
+    if failed := runs.failed:
         say(f"{counted(len(failed), 'run')} failed, for example of {failed[0]}; later runs consumed their events")
     show_rounds(topics)
     faults += [f"topic {entry.topic}: {fault}" for entry in topics for fault in entry.faults]

@@ -44,13 +44,13 @@ class RunCounts:
     """Counts of each topic, as the runs of a round report them.
 
     `published` counts the events that the runs report. `runs` counts runs: a run counts for the topic that
-    it was requested for, and for each topic that it consumed, because a shared run consumes several. `failed` says that
-    a run failed.
+    it was requested for, and for each topic that it consumed, because a shared run consumes several. `failed` has the
+    job or the DAG of each failed run.
     """
 
     published: Counter[str] = field(default_factory=Counter)
     runs: Counter[str] = field(default_factory=Counter)
-    failed: bool = False
+    failed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

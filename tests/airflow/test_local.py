@@ -96,7 +96,7 @@ def test_a_round_counts_runs_by_their_claims_and_events_by_their_publications() 
         {"state": "failed", "run_type": "scheduled", "dag_id": "lag"},
     ]
     counts = run_counts(cast("AirflowApi", Answers(asset_events=events, dag_runs=runs)), datetime.now(UTC))
-    assert (dict(counts.runs), dict(counts.published), counts.failed) == ({"rides": 1}, {"sums": 4}, False)
+    assert (dict(counts.runs), dict(counts.published), counts.failed) == ({"rides": 1}, {"sums": 4}, ())
 
 
 def test_an_interrupt_while_it_stops_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import cast
 
@@ -256,7 +257,7 @@ def running_with(lacking: Lacking, platform: EventSQL) -> development.Running:
     return development.Running(
         context=CliContext(dsn=platform.database.dsn), platform=platform, progress=Progress(disable=True), ui="",
         log=Path("dagster.log"), check=lacking.require_running, dagster=cast("LocalDagster", lacking),
-        instance=lacking.instance,
+        instance=lacking.instance, started=datetime.now(UTC),
     )  # fmt: skip
 
 

@@ -72,7 +72,7 @@ def test_a_new_consumer_has_the_whole_topic_before_it() -> None:
 
 def test_events_that_a_failed_run_did_not_report_are_no_fault() -> None:
     before, after = counts(logged=0, consumed=0), counts(logged=20, consumed=20)
-    (entry,) = account(before, after, RunCounts(Counter(orders=15), failed=True))
+    (entry,) = account(before, after, RunCounts(Counter(orders=15), failed=("fares",)))
     assert (entry.faults, entry.published) == ((), 20)
 
 

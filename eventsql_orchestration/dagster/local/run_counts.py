@@ -14,7 +14,7 @@ from eventsql_orchestration.orchestration.rounds import RunCounts
 
 def run_counts(instance: dg.DagsterInstance, runs: Collection[dg.DagsterRun]) -> RunCounts:
     """Counts of each topic, from the materializations of runs."""
-    counts = RunCounts(failed=any(run.status is dg.DagsterRunStatus.FAILURE for run in runs))
+    counts = RunCounts(failed=tuple(run.job_name for run in runs if run.status is dg.DagsterRunStatus.FAILURE))
     for run in runs:
         topics = {run.tags[TOPIC_TAG]} if TOPIC_TAG in run.tags else set()
         for entry in instance.all_logs(run.run_id, of_type=dg.DagsterEventType.ASSET_MATERIALIZATION):
