@@ -23,7 +23,7 @@ from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.orchestration.backfills.replay import WindowReplay
 from eventsql_orchestration.orchestration.backfills.windows import read_key
 from eventsql_orchestration.orchestration.batch import BatchConsumer, RangeConsumer
-from eventsql_orchestration.orchestration.drain import Consume, Drained
+from eventsql_orchestration.orchestration.drain import Consume, Drained, advice_after
 from eventsql_orchestration.orchestration.errors import FinalRunError, WindowGoneError
 from eventsql_orchestration.orchestration.limits import RunLimits
 from eventsql_orchestration.orchestration.tracebacks import Tracebacks
@@ -199,15 +199,11 @@ class EventSQLConsumeOperator(BaseOperator):
             self.log.error("event %d of %s failed: %s", failure.event_id, self.topic, failure.error)
         if drained.failures:
             _, failure = drained.failures[0]
-            blocked = not hook.platform.dead_letters.accepts(self.topic)
-            then = (
-                f"after its last attempt it blocks the partition: correct the function, or create {self.topic}_dlt"
-                if blocked
-                else f"after its last attempt it goes to {self.topic}_dlt"
-            )
+            accepts = hook.platform.dead_letters.accepts(self.topic)
             raise AirflowException(
-                f"event {failure.event_id} of topic {self.topic} failed, attempt {failure.attempts} "
-                f"({failure.error}): it is retried after a pause; {then}. The events before it are consumed"
+                f"event {failure.event_id} of topic {self.topic} failed, attempt {failure.attempts} ({failure.error}): "
+                f"{advice_after(failure, self.topic, self.consumer, accepts=accepts)}. The events before it are "
+                "consumed"
             )
         if drained.lost is not None:
             raise AirflowFailException(

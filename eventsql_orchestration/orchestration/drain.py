@@ -13,7 +13,9 @@ from eventsql_orchestration.consuming.batch import BatchResult
 from eventsql_orchestration.consuming.claims import Claim, NoClaim
 from eventsql_orchestration.consuming.failures import Failure
 from eventsql_orchestration.errors import ClaimLostError
+from eventsql_orchestration.model import DEAD_LETTER_SUFFIX
 from eventsql_orchestration.orchestration.limits import RunLimits
+from eventsql_orchestration.validation import advised
 
 POLL: Final = 0.05
 """Seconds between two looks for further events, well below the transfer's own delay."""
@@ -71,6 +73,21 @@ class Drained:
             }
             for claim, consumed in self.claims
         ]
+
+
+def advice_after(failure: Failure, topic: str, consumer: str, *, accepts: bool) -> str:
+    """What becomes of an event that failed, and what to do. `accepts`: whether the topic has dead letters."""
+    letters = topic + DEAD_LETTER_SUFFIX
+    if failure.outcome != Failure.BLOCKED:
+        return f"it is retried after a pause; after its last attempt, it goes to topic {letters} if that exists"
+    resume = f"run `{advised('consumer resume', topic, consumer)}`"
+    if not accepts:
+        then = f"correct the consumer and {resume}, or create topic {letters} for dead letters"
+        return f"the partition is blocked: {then}"
+    return (
+        "the partition is blocked, because the dead letter factory made no dead letter of the event: correct the "
+        f"consumer or the factory, then {resume}"
+    )
 
 
 @dataclass

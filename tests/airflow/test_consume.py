@@ -317,6 +317,19 @@ def test_a_failing_event_fails_the_task_and_keeps_the_events_before_it(rides: Ev
         operator(refusing).execute(context_of(try_number=2))
 
 
+def test_an_event_without_attempts_left_is_not_said_to_be_retried(rides: EventSQL) -> None:
+    rides.registry.declare_consumer(CONSUMER, max_attempts=1)
+    publish(rides, 1)
+
+    def refusing(_events: Sequence[Event], _connection: Connection) -> None:
+        raise ValueError("no")
+
+    with pytest.raises(AirflowException) as failed:
+        operator(refusing).execute(context_of(payloads=[payload(claimed(rides))]))
+    assert "the partition is blocked" in str(failed.value)
+    assert "is retried" not in str(failed.value)
+
+
 def test_an_event_that_keeps_failing_becomes_a_dead_letter_and_the_task_succeeds(rides: EventSQL) -> None:
     rides.registry.register_topic(Topic("rides_dlt"))
     rides.registry.declare_consumer(CONSUMER, max_attempts=1)

@@ -17,10 +17,10 @@ from eventsql_orchestration.dagster.lineage.origin import input_metadata
 from eventsql_orchestration.dagster.lineage.published import add_up, leave_out
 from eventsql_orchestration.dagster.metadata_keys import ROW_COUNT
 from eventsql_orchestration.model import how_often
-from eventsql_orchestration.orchestration.drain import Drained
+from eventsql_orchestration.orchestration.drain import Drained, advice_after
 from eventsql_orchestration.orchestration.errors import FinalRunError
 from eventsql_orchestration.orchestration.shards import partition_label
-from eventsql_orchestration.validation import advised, counted
+from eventsql_orchestration.validation import counted
 
 
 def report(
@@ -52,7 +52,7 @@ def report(
             )
         )
     if drained.failures:
-        raise _failure(consumer, *drained.failures[0], refused=dead_letters.accepts(consumer.topic))
+        raise _failure(consumer, *drained.failures[0], accepts=dead_letters.accepts(consumer.topic))
     if drained.lost is not None:
         # The claim's new owner consumes its events, so a retry has nothing to do.
         forbid_retries(context.run, context.instance)
@@ -75,22 +75,8 @@ class ClaimLostFailure(dg.Failure):
         )
 
 
-def _failure(consumer: Consumer, claim: Claim, failure: Failure, *, refused: bool) -> dg.Failure:
-    """The failure of an event. `refused` means that the dead letter factory made no dead letter of the event."""
-    topic = consumer.topic
-    resume = f"`{advised('consumer resume', topic, consumer.name)}`"
-    if failure.outcome == Failure.BLOCKED and refused:
-        advice = (
-            "the partition is blocked, because the dead letter factory made no dead letter of the event: correct the "
-            f"consumer or the factory, then run {resume}"
-        )
-    elif failure.outcome == Failure.BLOCKED:
-        advice = (
-            f"the partition is blocked: correct the consumer and run {resume}, or create topic {topic}_dlt for dead "
-            "letters"
-        )
-    else:
-        advice = f"it is retried after a pause; after its last attempt, it goes to topic {topic}_dlt if that exists"
+def _failure(consumer: Consumer, claim: Claim, failure: Failure, *, accepts: bool) -> dg.Failure:
+    topic, advice = consumer.topic, advice_after(failure, consumer.topic, consumer.name, accepts=accepts)
     return dg.Failure(
         f"event {failure.event_id} of topic {partition_label(topic, claim.range.partition)} failed "
         f"{how_often(failure.attempts)} in consumer {consumer.name} ({failure.error}): {advice}",
