@@ -7,12 +7,14 @@ import json
 import os
 import shlex
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import dagster as dg
 import pytest
@@ -20,6 +22,7 @@ import requests
 
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.cli.backfill_output import conclude
+from eventsql_orchestration.dagster.backfills import local_launcher
 from eventsql_orchestration.dagster.backfills.job import DagsterJob
 from eventsql_orchestration.dagster.backfills.local_launcher import LocalRuns
 from eventsql_orchestration.dagster.backfills.remote_launcher import RemoteDagster
@@ -251,6 +254,39 @@ def test_a_process_that_dies_before_its_run_does_not_give_the_reason_of_an_earli
         launcher.close()
     assert why.startswith("its process ended with exit code 1")
     assert "the location is broken now" in why
+
+
+class Stubborn:
+    """A process that does not heed an interrupt. Waiting for it moves the `clock`."""
+
+    def __init__(self, clock: list[float]) -> None:
+        self._clock = clock
+        self.killed = False
+
+    def poll(self) -> None: ...
+
+    def send_signal(self, _number: int) -> None: ...
+
+    def kill(self) -> None:
+        self.killed = True
+
+    def wait(self, timeout: float | None = None) -> None:
+        if timeout is not None:
+            self._clock[0] += timeout
+            raise subprocess.TimeoutExpired("dagster", timeout)
+
+
+def test_all_runs_that_do_not_heed_an_interrupt_are_killed_after_one_grace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(local_launcher, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    launcher = LocalRuns(CodeLocation(tmp_path / "any.py"), "orders", "ledger", environment={})
+    stubborn = [Stubborn(clock) for _ in range(3)]
+    launcher._processes = dict(zip("abc", cast("Any", stubborn), strict=True))
+    launcher.close()
+    assert [each.killed for each in stubborn] == [True] * 3
+    assert clock[0] == 100.0 + local_launcher.GRACE
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -111,9 +112,10 @@ class LocalRuns(Launcher):
         running = [process for process in self._processes.values() if process.poll() is None]
         for process in running:
             process.send_signal(signal.SIGINT)
+        deadline = time.monotonic() + GRACE
         for process in running:
             try:
-                process.wait(GRACE)
+                process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
