@@ -18,7 +18,7 @@ from click.testing import Result
 from rich.progress import Progress
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
-from eventsql_orchestration.cli import development, rounds
+from eventsql_orchestration.cli import development, rounds, warm_spark
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.location import location_of
 from eventsql_orchestration.dagster.local.code_location import CodeLocation
@@ -58,14 +58,14 @@ def test_without_a_terminal_a_line_says_when_a_step_begins(capsys: pytest.Captur
 def test_spark_reads_the_settings_for_short_sessions_from_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = rounds.settings_for({"TMPDIR": "/tmp/of one run"})
-    monkeypatch.setenv(SPARK_CONFIG_VARIABLE, str(rounds.spark_settings(tmp_path, settings)))
+    settings = warm_spark.settings_for({"TMPDIR": "/tmp/of one run"})
+    monkeypatch.setenv(SPARK_CONFIG_VARIABLE, str(warm_spark.spark_settings(tmp_path, settings)))
     assert settings.items() <= spark_config().items()
 
 
 def test_a_deployments_own_spark_has_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SPARK_CONFIG_VARIABLE, "cluster.conf")
-    with rounds.spark_for_runs(tmp_path, {}, warm=True) as (environment, _):
+    with warm_spark.spark_for_runs(tmp_path, {}, warm=True) as (environment, _):
         assert environment == {SPARK_CONFIG_VARIABLE: "cluster.conf"}
     assert list(tmp_path.iterdir()) == []
 
@@ -76,7 +76,7 @@ def test_without_the_packages_of_spark_connect_each_run_starts_its_spark(
     monkeypatch.delenv(SPARK_CONFIG_VARIABLE, raising=False)
     assert connect_server.connect_is_installed()
     monkeypatch.setattr(connect_server, "_CLIENT", ("grpc", "no_such_package.rpc"))
-    with rounds.spark_for_runs(tmp_path, {}, warm=True) as (environment, _):
+    with warm_spark.spark_for_runs(tmp_path, {}, warm=True) as (environment, _):
         assert "spark.remote" not in Path(environment[SPARK_CONFIG_VARIABLE]).read_text()
 
 
@@ -94,7 +94,7 @@ def test_a_warm_spark_that_dies_is_started_again_and_ends_with_the_command(
         children = [each for each in alive if str(tmp_path) in " ".join(each.cmdline())]
         return [each for each in children if any(port.laddr.port == wanted for port in each.net_connections())]
 
-    with rounds.spark_for_runs(tmp_path, {}, warm=True) as (environment, keep):
+    with warm_spark.spark_for_runs(tmp_path, {}, warm=True) as (environment, keep):
         settings = Path(environment[SPARK_CONFIG_VARIABLE]).read_text()
         wanted = int(settings.rpartition(":")[2])
         wait_until(serving, "Spark answers")
@@ -118,8 +118,8 @@ def test_without_java_it_names_the_extra(
     def missing(_home: Path) -> None:
         raise MissingExtraError("local", "Java")
 
-    monkeypatch.setattr(rounds, "ensure_java", missing)
-    rounds.find_java(tmp_path)
+    monkeypatch.setattr(warm_spark, "ensure_java", missing)
+    warm_spark.find_java(tmp_path)
     said = capsys.readouterr().err
     assert said.startswith("eventsql: Spark will not run: ")
     assert "pip install 'eventsql-orchestration[local]'" in said
