@@ -61,7 +61,7 @@ def build_transfer_schedule(
         # This raises the errors of the transfer. `run` waits until they are over.
         moved = Counter(transfer.run_once())
         transfer.run(until, polling_delay=polling_delay, on_moved=moved.update)
-        context.log.info("%s", _said(moved))
+        context.log.info("%s", _said(moved, "run began"))
         context.add_output_metadata({"events": sum(moved.values()), **{f"events of {t}": n for t, n in moved.items()}})
 
     @dg.job(
@@ -114,14 +114,14 @@ def tick(platform: EventSQL, background: "BackgroundTransfer", open_log: Callabl
     moved = background.take()
     for counts in done.of.values():
         moved.update(counts)
-    return "; ".join([_said(moved), *(f"shard {shard} is down" for shard in done.left_out)])
+    return "; ".join([_said(moved, "last tick"), *(f"shard {shard} is down" for shard in done.left_out)])
 
 
-def _said(moved: Mapping[str, int]) -> str:
+def _said(moved: Mapping[str, int], since: str) -> str:
     if not moved:
-        return "no events were in the buffer since the last tick"
+        return f"no events were in the buffer since the {since}"
     topics = ", ".join(f"{count:,} of {topic}" for topic, count in sorted(moved.items(), key=lambda each: -each[1]))
-    return f"moved {counted(sum(moved.values()), 'event')} since the last tick: {topics}"
+    return f"moved {counted(sum(moved.values()), 'event')} since the {since}: {topics}"
 
 
 class Deadline(threading.Event):

@@ -245,6 +245,8 @@ def test_a_run_moves_events_for_its_time_and_says_how_many(
     result = run(shared_instance, dsn, limit_seconds=0.5)
     assert result.success
     assert moved(result) == {"events": 50, "events of rides": 20, "events of orders": 30}
+    log = [entry.user_message for entry in shared_instance.all_logs(result.run_id)]
+    assert "moved 50 events since the run began: 30 of orders, 20 of rides" in log
 
 
 def test_a_run_that_is_terminated_ends_at_once(
