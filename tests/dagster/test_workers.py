@@ -472,7 +472,10 @@ def test_answers_are_published_with_the_acknowledgement_or_not_at_all(work: Work
             raise ValueError("not yet")
         return [Publication("answers", each.body) for each in messages]
 
-    definition = worker(answer, publishes=answers, backoff=lambda _: 600.0)
+    definition = worker(
+        answer, publishes=answers, backoff=lambda _: 600.0, options=AssetOptions(owners=["team:shop"], code_version="2")
+    )  # fmt: skip
+    assert {(*spec.owners, spec.code_version) for spec in definition.asset.specs} == {("team:shop", "2")}
     definition.register(work.bench.platform)
     assert {spec.key for spec in definition.asset.specs} == {definition.key, topic_key("answers")}
     assert not work.run(definition).success

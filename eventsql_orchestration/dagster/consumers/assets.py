@@ -31,7 +31,7 @@ from eventsql_orchestration.dagster.consumers.user_function import UserFunction
 from eventsql_orchestration.dagster.metadata_keys import CONSUMED_TOPIC
 from eventsql_orchestration.dagster.steps import job_of_assets, step_of_assets
 from eventsql_orchestration.dagster.tags import CONSUMER_RUN, CONSUMER_TAG, SPARK_POOL, TOPIC_TAG
-from eventsql_orchestration.dagster.topics import TOPIC_GROUP, TOPIC_KINDS, described_topic, topic_key
+from eventsql_orchestration.dagster.topics import topic_key
 from eventsql_orchestration.dagster.translator import translated
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.orchestration.batch import BatchConsumer, RangeConsumer
@@ -235,22 +235,7 @@ class _Declared:
         spec = self.options.spec(name, docstring, deps=[topic_key(self.topic.name)], metadata=metadata)
         own = translated(self.options.translator, self.topic.name, self.consumer.name, spec)
         own = own.replace_attributes(skippable=True)
-        return [own, *(self._published(each, own.key, name) for each in self.publishes)]
-
-    def _published(self, published: Topic | str, consumer: dg.AssetKey, name: str) -> dg.AssetSpec:
-        topic = published.name if isinstance(published, Topic) else published
-        spec = dg.AssetSpec(
-            key=topic_key(topic),
-            skippable=True,
-            deps=[consumer],
-            description=f"Events that {name} publishes.",
-            group_name=TOPIC_GROUP,
-            owners=list(self.options.owners),
-            code_version=self.options.version,
-            kinds=set(TOPIC_KINDS),
-            metadata=described_topic(published) if isinstance(published, Topic) else {"topic": topic},
-        )
-        return translated(self.options.translator, topic, None, spec)
+        return [own, *(self.options.published(each, name, own.key) for each in self.publishes)]
 
     def _sensors(self, name: str, job: dg.UnresolvedAssetJobDefinition) -> tuple[dg.SensorDefinition, ...]:
         """One sensor with the job's name, or a sensor for each partition, with the partition's number in its name."""

@@ -7,8 +7,19 @@ from typing import Annotated, Any, ClassVar, Final
 
 import dagster as dg
 
-from eventsql_orchestration.dagster.topics import KINDS, Columns, Dependencies, declared_columns, freshness_policy
-from eventsql_orchestration.dagster.translator import EventSQLTranslator
+from eventsql_orchestration import Topic
+from eventsql_orchestration.dagster.topics import (
+    KINDS,
+    TOPIC_GROUP,
+    TOPIC_KINDS,
+    Columns,
+    Dependencies,
+    declared_columns,
+    described_topic,
+    freshness_policy,
+    topic_key,
+)
+from eventsql_orchestration.dagster.translator import EventSQLTranslator, translated
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.orchestration import limits
 from eventsql_orchestration.orchestration.limits import check_not_negative
@@ -52,8 +63,9 @@ class AssetOptions(dg.Resolvable):
     """How Dagster shows and runs a consumer's asset. `defs.yaml` takes the same fields.
 
     - `description`: the function's docstring by default.
-    - `key_prefix`: the beginning of the asset's key; its last part is the consumer's name.
-    - `group_name`, `owners`, `code_version`, `metadata`: as for any asset.
+    - `key_prefix`: the beginning of the asset's key; its last part is the asset's name.
+    - `group_name`, `owners`, `code_version`, `metadata`: as for any asset. The topics that the consumer publishes to
+      have the same owners and code version.
     - `automation_condition`: launches runs in addition to the runs of the consumer's sensors. Its runs claim the
       waiting events themselves.
     - `freshness`: the time without a materialization after which the asset is stale, or a policy; seconds in
@@ -134,6 +146,21 @@ class AssetOptions(dg.Resolvable):
             freshness_policy=freshness_policy(self.freshness),
             metadata={**metadata, **declared_columns(self.columns), **(self.metadata or {})},
         )
+
+    def published(self, topic: Topic | str, name: str, key: dg.AssetKey) -> dg.AssetSpec:
+        """The asset of a topic to which the asset `name` publishes. A topic that is given by its name has to exist."""
+        topic_name = topic.name if isinstance(topic, Topic) else topic
+        spec = dg.AssetSpec(
+            key=topic_key(topic_name),
+            deps=[key],
+            description=f"Events that {name} publishes.",
+            group_name=TOPIC_GROUP,
+            owners=list(self.owners),
+            code_version=self.version,
+            kinds=set(TOPIC_KINDS),
+            metadata=described_topic(topic) if isinstance(topic, Topic) else {"topic": topic},
+        )
+        return translated(self.translator, topic_name, None, spec).replace_attributes(skippable=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from eventsql_orchestration.dagster.register import require_queue
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
 from eventsql_orchestration.dagster.steps import job_of_assets, step_of_assets
 from eventsql_orchestration.dagster.tags import ALIVE_TAG, CONSUMER_RUN, HANDLED_TAG, QUEUE_TAG, SHARD_TAG
-from eventsql_orchestration.dagster.topics import Dependencies, topic_asset, topic_key
+from eventsql_orchestration.dagster.topics import Dependencies, topic_key
 from eventsql_orchestration.dagster.translator import EventSQLTranslator, translated
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.orchestration.limits import WorkLimits
@@ -178,12 +178,8 @@ def _specs(
             f"asset another name, for example name={'work_' + queue!r}"
         )
     spec = options.spec(name, docstring, deps=[queue_key(queue)], metadata={QUEUE: queue})
-    own = translated(options.translator, None, name, spec, queue=queue)
-    described = f"Events that {name} publishes."
-    published = [
-        topic_asset(topic, description=described, deps=[own.key], translator=options.translator) for topic in topics
-    ]
-    return [each.replace_attributes(skippable=True) for each in (own, *published)]
+    own = translated(options.translator, None, name, spec, queue=queue).replace_attributes(skippable=True)
+    return [own, *(options.published(topic, name, own.key) for topic in topics)]
 
 
 def queues_of(workers: Collection[WorkerDefinition]) -> list[str]:
