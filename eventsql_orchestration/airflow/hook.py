@@ -13,7 +13,7 @@ from eventsql_orchestration.airflow.assets import DEFAULT_CONNECTION
 from eventsql_orchestration.errors import ConfigurationError, EventSQLError
 from eventsql_orchestration.model import check_schema_name
 from eventsql_orchestration.orchestration.access import PlatformAccess
-from eventsql_orchestration.validation import DEFAULT_SCHEMA, split_urls
+from eventsql_orchestration.validation import DEFAULT_SCHEMA, counted, split_urls
 
 
 class EventSQLHook(BaseHook, PlatformAccess):
@@ -72,7 +72,7 @@ class EventSQLHook(BaseHook, PlatformAccess):
             return False, error.message
         finally:
             self.close()
-        return True, f"The platform in schema {self.db_schema} has {topics} topics."
+        return True, f"The platform in schema {self.db_schema} has {counted(topics, 'topic')}."
 
     def close(self) -> None:
         """Close the connections to the databases. The hook can be used again."""

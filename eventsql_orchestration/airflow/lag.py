@@ -16,7 +16,7 @@ from eventsql_orchestration.consuming.lag_values import ConsumerLag, LagCause
 from eventsql_orchestration.errors import ConsumerNotFoundError
 from eventsql_orchestration.orchestration.shards import where
 from eventsql_orchestration.topics.side_consumers import without_backfills
-from eventsql_orchestration.validation import check_seconds, check_whole
+from eventsql_orchestration.validation import check_seconds, check_whole, counted
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -81,7 +81,8 @@ class EventSQLLagOperator(BaseOperator):
             causes = [_described(lag) for lag in partitions if lag.cause is not LagCause.NONE]
             results.append({**tags, "events": events, "seconds": round(seconds, 3), "causes": causes})
             if events > self.max_events or seconds > self.max_seconds or any(map(_stands, partitions)):
-                wrong.append(f"{topic}/{consumer} has {events} events, {seconds:.0f} s ({'; '.join(causes)})")
+                behind = f"{counted(events, 'event')}, {seconds:.0f} s"
+                wrong.append(f"{topic}/{consumer} has {behind} ({'; '.join(causes)})")
         if wrong:
             raise AirflowException(f"too far behind: {', '.join(wrong)}")
         return results

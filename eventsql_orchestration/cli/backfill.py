@@ -244,7 +244,7 @@ def _take_over(backfills: Backfills, found: Backfill, resume_options: str, *, ne
     try:
         for move in backfills.take_over(found):
             on = "" if move.shard is None else f" on {move.shard}"
-            over = "" if move.skipped is None else f" ({move.skipped} events)"
+            over = "" if move.skipped is None else f" ({counted(move.skipped, 'event')})"
             say(f"consumer {found.consumer!r} moved from offset {move.offset} to {move.target}{on}{over}")
             moved += 1
     except (RegistryError, PartitionLeasedError, DatabaseBusyError):

@@ -72,7 +72,7 @@ def conclude(found: Backfill, runs: tuple[PlannedRun, ...], outcome: Outcome, *,
     """Say that it is done. Raises `RunFailedError` if a run failed."""
     letters = letters_command(found.topic, found.id)
     if outcome.done:
-        given_up = f"; {outcome.given_up} were given up: `{letters}`" if outcome.given_up else ""
+        given_up = f", {outcome.given_up} of them given up: `{letters}`" if outcome.given_up else ""
         say(f"backfill {found.id} is done: {counted(sum(run.events for run in runs), 'event')}{given_up}")
         return
     if not outcome.failures and not outcome.stopped:
@@ -84,8 +84,9 @@ def conclude(found: Backfill, runs: tuple[PlannedRun, ...], outcome: Outcome, *,
     resume = f"`{resume_command(found.topic, found.consumer, found.id, resume_options)}` goes on with the rest"
     if outcome.stopped:
         raise RunFailedError(
-            f"backfill {found.id} stopped after too many failures (--max-failures): {outcome.given_up} events were "
-            f"given up (`{letters}`) and {counted(len(outcome.failures), 'run')} failed{example}; "
+            f"backfill {found.id} stopped after too many failures (--max-failures): "
+            f"{counted(outcome.given_up, 'event')} given up (`{letters}`), "
+            f"{counted(len(outcome.failures), 'run')} failed{example}; "
             f"correct the consumer's function, then {resume}"
         )
     raise RunFailedError(f"{len(outcome.failures)} of {counted(len(runs), 'run')} failed{example}; {resume}")

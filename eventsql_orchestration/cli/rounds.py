@@ -193,7 +193,7 @@ class RunningSystem(ABC, Generic[Run]):
         while True:
             counts, behind = Counts.take(self.platform), _behind(self.platform)
             left = sum(lag.events for lag in behind) + sum(counts.buffered.values())
-            self.progress.update(task, description=f"Consuming: {left} events to go")
+            self.progress.update(task, description=f"Consuming: {counted(left, 'event')} to go")
             # Ask for two equal counts: one count is not a snapshot, because events move between topics while they are
             # counted.
             if not left and counts == settled and not self.is_busy():

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from eventsql_orchestration.client.eventsql import EventSQL
+from eventsql_orchestration.validation import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +82,11 @@ def account(before: Counts, after: Counts, runs: RunCounts, *, alone: bool = Tru
         arrived = after.logged[topic] + after.buffered[topic] - before.logged[topic] - before.buffered[topic]
         faults = []
         if arrived < published:
-            faults.append(f"{published - arrived} published events are missing")
+            faults.append(f"the log lacks {counted(published - arrived, 'published event')}")
         if arrived > published and alone and not runs.failed:
             faults.append(f"no run of this round published {arrived - published} of the events")
         if after.buffered[topic]:
-            faults.append(f"{after.buffered[topic]} events are left in the buffer")
+            faults.append(f"the buffer still has {counted(after.buffered[topic], 'event')}")
 
         consumers = sorted(consumer for of, consumer in after.consumed if of == topic)
         consumed = lag = 0
@@ -95,9 +96,9 @@ def account(before: Counts, after: Counts, runs: RunCounts, *, alone: bool = Tru
             due = before.lag[key] if key in before.lag else before.logged[topic] + before.buffered[topic]
             expected, had = due + arrived, after.consumed[key] - before.consumed[key]
             if had > expected:
-                faults.append(f"consumer {consumer} consumed {had - expected} events twice")
+                faults.append(f"consumer {consumer} consumed {counted(had - expected, 'event')} twice")
             elif had + after.lag[key] < expected and key not in after.filtered:
-                faults.append(f"consumer {consumer} has lost {expected - had - after.lag[key]} events")
+                faults.append(f"consumer {consumer} has lost {counted(expected - had - after.lag[key], 'event')}")
             consumed += had
             lag += after.lag[key]
 

@@ -98,7 +98,7 @@ def test_the_test_button_says_what_is_there_or_what_is_wrong(
     connected: EventSQL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connected.registry.register_topic(Topic("rides"))
-    assert EventSQLHook().test_connection() == (True, "The platform in schema eventsql has 1 topics.")
+    assert EventSQLHook().test_connection() == (True, "The platform in schema eventsql has 1 topic.")
     monkeypatch.setenv("AIRFLOW_CONN_EVENTSQL_DEFAULT", "eventsql://someone:secret@127.0.0.1:1/nowhere")
     reached, why = EventSQLHook().test_connection()
     assert not reached

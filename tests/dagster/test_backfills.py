@@ -222,7 +222,7 @@ def test_a_plan_names_events_beyond_the_end_and_in_the_buffer(bench: Workbench, 
     assert (plan.range, plan.events) == ((0, end), 3)
     assert f"the log ends at offset {end}: the range ends there" in plan.remarks
     bench.platform.publisher.publish(Publication("orders", b"waits"))
-    assert any("1 events are still in the buffer" in remark for remark in everything(backfills).remarks)
+    assert any("1 event in the buffer" in remark for remark in everything(backfills).remarks)
 
 
 def test_a_plan_names_events_that_retention_dropped(bench: Workbench, backfills: Backfills) -> None:

@@ -441,7 +441,7 @@ def test_totals_are_of_all_partitions_and_only_the_largest_lags_are_shown() -> N
     assert shown == set(range(PARTITIONS - SHOWN_PARTITIONS, PARTITIONS))
     assert f"consumed by [{PARTITIONS - 1}]" in metadata
     assert metadata["cause"].startswith(f"[{PARTITIONS - SHOWN_PARTITIONS}] leased: by run ")
-    assert metadata["cause"].endswith(f"; {PARTITIONS - 1 - SHOWN_PARTITIONS} more partitions are behind")
+    assert metadata["cause"].endswith(f"; and {PARTITIONS - 1 - SHOWN_PARTITIONS} more partitions")
 
 
 def test_few_partitions_are_all_shown() -> None:

@@ -35,10 +35,10 @@ def test_an_exact_round_has_no_faults() -> None:
 @pytest.mark.parametrize(
     ("after", "fault"),
     [
-        (counts(logged=19, consumed=19), "1 published events are missing"),
+        (counts(logged=19, consumed=19), "the log lacks 1 published event"),
         (counts(logged=21, consumed=21), "no run of this round published 1 of the events"),
-        (counts(logged=18, buffered=2, consumed=18, lag=2), "2 events are left in the buffer"),
-        (counts(logged=20, consumed=21), "consumer ledger consumed 1 events twice"),
+        (counts(logged=18, buffered=2, consumed=18, lag=2), "the buffer still has 2 events"),
+        (counts(logged=20, consumed=21), "consumer ledger consumed 1 event twice"),
         (counts(logged=20, consumed=15, lag=2), "consumer ledger has lost 3 events"),
     ],
 )

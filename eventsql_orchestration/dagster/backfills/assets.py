@@ -33,6 +33,7 @@ from eventsql_orchestration.orchestration.drain import Drained
 from eventsql_orchestration.orchestration.errors import WindowGoneError
 from eventsql_orchestration.orchestration.owners import owner_of_run, run_of_owner
 from eventsql_orchestration.topics.positions import parse_place
+from eventsql_orchestration.validation import counted
 
 SUFFIX: Final = "_backfill"
 
@@ -183,8 +184,8 @@ def _plan_job(consumer: ConsumerDefinition, partitions: dg.DynamicPartitionsDefi
                 context.instance.delete_dynamic_partition(partitions.name, each)
             raise
         context.log.info(
-            "backfill %s of %d events has %d windows: materialize the missing partitions of asset %s",
-            backfill_id, planned.events, len(keys), partitions.name,
+            "backfill %s of %s has %s: materialize the missing partitions of asset %s",
+            backfill_id, counted(planned.events, "event"), counted(len(keys), "window"), partitions.name,
         )  # fmt: skip
 
     @dg.job(
@@ -231,7 +232,7 @@ def _replay(
         if replay.drained.events:
             for asset, metadata in _results(consumer, replay.drained, backfill_id):
                 context.log_event(dg.AssetMaterialization(asset_key=asset, metadata=metadata))
-    context.log.info("%d events were replayed", replay.drained.events)
+    context.log.info("%s replayed", counted(replay.drained.events, "event"))
     finished = replay.finish(backfill)
     _, own = next(_results(consumer, replay.drained, backfill_id))
     yield dg.MaterializeResult(asset_key=key, metadata={**own, "backfill is done": finished})

@@ -107,7 +107,7 @@ class AssetLag:
             f"{_where(lag)} {': '.join(self._why(lag))}".lstrip() for lag in self._worst() if lag.cause != LagCause.NONE
         ]
         if sentences and (more := len(self.causes) - len(sentences)):
-            sentences.append(f"{more} more partitions are behind")
+            sentences.append(f"and {counted(more, 'more partition')}")
         return "; ".join(sentences) or str(LagCause.NONE)
 
     def _worst(self) -> tuple[ConsumerLag, ...]:

@@ -80,13 +80,13 @@ def build_housekeeping_schedule(
     delete_old_claims = _shard_op(
         "delete_old_claims",
         "Deletes claims that ended long ago.",
-        lambda _, shard: f"deleted {delete_claims(shard, before=_ago(kept.claim_hours))} claims",
+        lambda _, shard: _deleted(delete_claims(shard, before=_ago(kept.claim_hours)), "claim"),
     )
     delete_old_publications = _shard_op(
         "delete_old_publications",
         "Deletes the records of publications that nothing can repeat any more.",
-        lambda context, shard: (
-            f"deleted {delete_publications(shard, context.instance, before=_ago(kept.publication_hours))} records"
+        lambda context, shard: _deleted(
+            delete_publications(shard, context.instance, before=_ago(kept.publication_hours)), "record"
         ),
         after_history=True,
     )
@@ -125,8 +125,10 @@ def _history_op(retention: HistoryRetention, checks: Collection[dg.AssetCheckKey
         reports = delete_reports(context.instance, checks, before=_ago(retention.observation_hours))
         context.log.info(
             "deleted %s, %s",
-            ", ".join(f"{count} {kind} runs" for kind, count in deleted.items()),
-            "no reports, because Dagster's storage is not PostgreSQL" if reports is None else f"{reports} reports",
+            ", ".join(counted(count, f"{kind} run") for kind, count in deleted.items()),
+            "no reports, because Dagster's storage is not PostgreSQL"
+            if reports is None
+            else counted(reports, "report"),
         )
         context.add_output_metadata(
             {**{f"{kind} runs deleted": count for kind, count in deleted.items()}, "reports deleted": reports or 0}
@@ -149,6 +151,10 @@ def _shard_op(
         found.require_all(context.log)
 
     return clear_shards
+
+
+def _deleted(number: int, noun: str) -> str:
+    return f"deleted {counted(number, noun)}"
 
 
 def _drop_segments(_: dg.OpExecutionContext, shard: Shard) -> str:
@@ -178,9 +184,9 @@ drop_old_segments = _shard_op(
 
 def _keep_views(_: dg.OpExecutionContext, shard: Shard) -> str:
     views = Views(shard)
-    dropped = [(f"view {each.view} lost {each.dropped} partitions", each.busy) for each in views.retain()]
+    dropped = [(f"view {each.view} lost {counted(each.dropped, 'partition')}", each.busy) for each in views.retain()]
     in_order = [
-        (f"logs {each.view} have {each.partitions} partitions sorted", each.busy)
+        (f"logs {each.view} have {counted(each.partitions, 'partition')} sorted", each.busy)
         for each in views.sort()
         if each.partitions or each.busy
     ]
@@ -205,7 +211,7 @@ def delete_old_windows(context: dg.OpExecutionContext, eventsql: EventSQLResourc
     assets = {} if repository is None else repository.assets_defs_by_key
     specs = [spec for asset in {id(each): each for each in assets.values()}.values() for spec in asset.specs]
     for asset, deleted in delete_windows(registered, context.instance, specs, now=datetime.now(UTC)).items():
-        context.log.info("deleted %d partitions of asset %s", deleted, asset)
+        context.log.info("%s of asset %s", _deleted(deleted, "partition"), asset)
     registered.require_all(context.log)
 
 

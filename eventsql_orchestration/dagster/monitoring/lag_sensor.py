@@ -164,7 +164,7 @@ def _summary(consumers: Sequence[ConsumerDefinition], lags: Mapping[dg.AssetKey,
         for lag, key in behind[:SHOWN_CONSUMERS]
     ]
     if len(behind) > SHOWN_CONSUMERS:
-        said.append(f"{len(behind) - SHOWN_CONSUMERS} more consumers are behind")
+        said.append(f"and {counted(len(behind) - SHOWN_CONSUMERS, 'more consumer')}")
     said += [f"the lag of {key.to_user_string()} is unknown: {lag.unknown}" for key, lag in lags.items() if lag.unknown]
     registered = {key for key, lag in lags.items() if lag.registered}
     said += [consumer_missing(each.consumer) for each in consumers if each.key not in registered]

@@ -13,6 +13,7 @@ from eventsql_orchestration.topics.catalog import choose_partitions
 from eventsql_orchestration.topics.layouts import Layout
 from eventsql_orchestration.topics.offsets import offset_of
 from eventsql_orchestration.topics.positions import AtOffset, AtTime, Back, Earliest, Latest
+from eventsql_orchestration.validation import counted
 
 
 class LogPlanner:
@@ -100,7 +101,7 @@ class LogPlanner:
         elif isinstance(end, AtOffset) and end.offset > log_end:
             remarks.append(f"the log ends at offset {log_end:,}: the range ends there")
         if isinstance(end, Latest) and (waiting := self._shard.buffered().get(topic)):
-            remarks.append(f"{waiting:,} events are still in the buffer and are not part of the range")
+            remarks.append(f"{counted(waiting, 'event')} in the buffer: not part of the range yet")
         return after, upto, remarks
 
     def _cut(self, topic: str, after: int, upto: int, wanted: ReplayRange) -> list[Window]:

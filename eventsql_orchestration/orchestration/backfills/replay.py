@@ -26,7 +26,7 @@ from eventsql_orchestration.orchestration.batch import BatchConsumer
 from eventsql_orchestration.orchestration.drain import Consume, Drained
 from eventsql_orchestration.orchestration.errors import WindowFailedError, WindowGoneError
 from eventsql_orchestration.orchestration.limits import RunLimits
-from eventsql_orchestration.validation import check_whole
+from eventsql_orchestration.validation import check_whole, counted
 
 POLL: Final = 0.2
 """Seconds between two looks at a window that another run leases, or whose failed event is not due yet."""
@@ -166,7 +166,8 @@ class WindowReplay:
             self.log.warning("event %d is a dead letter now: %s", letter.event_id, letter.error)
         if self._may_tell():
             letters = len(self.drained.dead_letters)
-            self.log.info("%d events are replayed so far, %d of them became dead letters", self.drained.events, letters)
+            replayed = counted(self.drained.events, "event")
+            self.log.info("%s replayed so far, %s among them", replayed, counted(letters, "dead letter"))
 
     def _wait(self, reason: str) -> None:
         """Wait for the next look. Log the reason every 10 seconds."""
@@ -209,7 +210,7 @@ class WindowReplay:
             facts |= {"event": first.event_id, "error": first.error}
         example = "" if first is None else f", for example event {first.event_id} ({first.error})"
         return self._failure(
-            f"backfill {self.backfill_id} stops: {backfill.given_up} events became dead letters{example}, and "
+            f"backfill {self.backfill_id} stops: it has {counted(backfill.given_up, 'dead letter')}{example}, and "
             f"max_failures is {self._max_failures}. `{letters_command(self.topic, self.backfill_id)}` lists them. "
             f"Correct the consumer's function, then run {self._resume}: the backfill continues after these events, and "
             "counts failures from 0",
