@@ -21,6 +21,7 @@ import pytest
 import requests
 
 from eventsql_orchestration import EventSQL, Publication, Topic
+from eventsql_orchestration.cli.backfill import run as run_command
 from eventsql_orchestration.cli.backfill_output import conclude
 from eventsql_orchestration.dagster.backfills import local_launcher
 from eventsql_orchestration.dagster.backfills.job import DagsterJob
@@ -383,9 +384,13 @@ def test_a_deleted_backfill_leaves_nothing_behind(run: Run, ledger: Ledger) -> N
     assert run("backfill", "delete", "orders", "ledger", "may").exit_code == 1
 
 
-def test_the_command_that_goes_on_can_be_pasted() -> None:
-    command = shlex.split(resume_command("orders", "a reader", "may"))
-    assert command == ["eventsql", "backfill", "orders", "a reader", "--resume", "may", "--execute"]
+@pytest.mark.parametrize("consumer", ["a reader", "-reader"])
+def test_the_command_that_goes_on_can_be_pasted(consumer: str) -> None:
+    program, group, *arguments = shlex.split(resume_command("orders", consumer, "may", " --orchestrator airflow"))
+    assert (program, group) == ("eventsql", "backfill")
+    given = run_command.make_context("run", arguments).params
+    chosen = (given["topic"], given["consumer"], given["resume"], given["execute"], given["orchestrator"])
+    assert chosen == ("orders", consumer, "may", True, "airflow")
 
 
 @pytest.mark.nightly
@@ -408,7 +413,7 @@ def test_an_interrupted_backfill_is_resumed_with_nothing_twice(run: Run, start: 
     process.send_signal(signal.SIGINT)
     _, messages = process.communicate(timeout=120)
     assert process.returncode == 130
-    assert b"backfill orders ledger --resume may --execute`" in messages.splitlines()[-1]
+    assert b"backfill --resume may --execute orders ledger`" in messages.splitlines()[-1]
     assert len(ledger.effects()) < len(ids)
     resumed = run(*LEDGER, "--resume", "may", "--execute", *MODULE)
     assert resumed.exit_code == 0, resumed.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import secrets
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
@@ -15,7 +14,7 @@ from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.model import MAX_AGE
 from eventsql_orchestration.topics.positions import AtOffset, AtTime, Back, Latest, Place
 from eventsql_orchestration.topics.side_consumers import MARK
-from eventsql_orchestration.validation import check_name, check_whole
+from eventsql_orchestration.validation import advised, check_name, check_whole
 
 DEFAULT_MAX_FAILURES: Final = 10
 """A backfill stops after this number of dead letters. An event that keeps failing takes some 15 s until it becomes a
@@ -269,7 +268,7 @@ class Backfill:
 
 
 def resume_command(topic: str, consumer: str, backfill_id: str, options: str = "") -> str:
-    return f"eventsql backfill {topic} {shlex.quote(consumer)} --resume {backfill_id} --execute{options}"
+    return advised(f"backfill --resume {backfill_id} --execute{options}", topic, consumer)
 
 
 def letters_command(topic: str, backfill_id: str) -> str:
