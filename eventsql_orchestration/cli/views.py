@@ -124,6 +124,8 @@ def _show_kept(results: Sequence[Retained | Sorted], text: Callable[[Any], str],
     if as_json:
         write_json([asdict(each) for each in results])
         return
+    if not results:
+        say("nothing to do: no view has such partitions")
     for each in results:
         busy = f"; {counted(each.busy, 'partition')} in use, for the next run" if each.busy else ""
         say(f"{text(each)}{busy}")

@@ -224,6 +224,13 @@ def test_retention_tells_what_it_dropped(run: Run, views: Views) -> None:
     ]
 
 
+def test_a_database_without_views_has_nothing_to_sort_or_to_drop(run: Run, views: Views) -> None:
+    for view in views.definitions():
+        views.drop(view.name)
+    for arguments in (["sort"], ["retain", "--execute"]):
+        assert "nothing to do" in run("view", *arguments).stderr
+
+
 def test_doctor_names_a_view_whose_sequence_stayed_behind_its_logical_replica(run: Run, platform: EventSQL) -> None:
     def found() -> list[dict[str, str]]:
         report = json.loads(run("doctor", "--json").stdout)
