@@ -220,9 +220,8 @@ class _Declared:
             },
         )
         return ConsumerDefinition(
-            self.topic, self.consumer, asset, job, self._sensors(name, job), key, self.limits,
-            self.max_attempts, self.filter, self.start, computation=computation,
-            publishes=tuple(each for each in self.publishes if isinstance(each, Topic)),
+            self.topic, self.consumer, asset, job, self._sensors(name, job), key, self.limits, self.max_attempts,
+            self.filter, self.start, tuple(each for each in self.publishes if isinstance(each, Topic)), computation,
         )  # fmt: skip
 
     def _specs(self, name: str, docstring: str | None) -> list[dg.AssetSpec]:

@@ -73,11 +73,11 @@ class ConsumerDefinition:
     sensors: tuple[dg.SensorDefinition, ...]
     key: dg.AssetKey
     limits: RunLimits
-    max_attempts: int | None = None
-    filter: DeclaredFilter = None
-    start: Start = "earliest"
-    computation: Computation = field(kw_only=True, repr=False)
-    publishes: tuple[Topic, ...] = field(default=(), kw_only=True)
+    max_attempts: int | None
+    filter: DeclaredFilter
+    start: Start
+    publishes: tuple[Topic, ...]
+    computation: Computation = field(repr=False)
 
     @property
     def partitions(self) -> tuple[int, ...]:

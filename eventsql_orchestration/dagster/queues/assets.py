@@ -101,7 +101,7 @@ class WorkerDefinition:
     sensor: dg.SensorDefinition
     key: dg.AssetKey
     limits: WorkLimits
-    publishes: tuple[Topic, ...] = ()
+    publishes: tuple[Topic, ...]
 
     def register(self, platform: EventSQL) -> QueueDefinition:
         """Create the worker's topics and its queue, or give an existing queue the declared options.
