@@ -6,6 +6,8 @@ the server more than most accesses.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Final, Self, cast
 
 from dagster._serdes import ConfigurableClassData
@@ -79,6 +81,12 @@ class _Pooled:
     def __init__(self, url: str, engine: Engine) -> None:
         super().__init__(url, should_autocreate_tables=False)  # type: ignore[call-arg]  # it stands before a storage
         self._engine = engine
+        self._found: set[str] = set()
+
+    def _finds(self, name: str, look: Callable[[], bool]) -> bool:
+        if name not in self._found and look():
+            self._found.add(name)
+        return name in self._found
 
     def dispose(self) -> None:
         super().dispose()  # type: ignore[misc]  # it stands before a storage
@@ -86,47 +94,29 @@ class _Pooled:
 
 
 class _RunStorage(_Pooled, PostgresRunStorage):
-    _has_run_stats = False
-
     def has_run_stats_index_cols(self) -> bool:
-        self._has_run_stats = self._has_run_stats or super().has_run_stats_index_cols()
-        return self._has_run_stats
+        return self._finds("run stats", super().has_run_stats_index_cols)
 
 
 class _EventLogStorage(_Pooled, PostgresEventLogStorage):
-    def __init__(self, url: str, engine: Engine) -> None:
-        super().__init__(url, engine)
-        self._columns: set[str] = set()
-
     def has_asset_key_col(self, column_name: str) -> bool:
-        if column_name not in self._columns and super().has_asset_key_col(column_name):
-            self._columns.add(column_name)
-        return column_name in self._columns
+        return self._finds(column_name, partial(super().has_asset_key_col, column_name))
 
     def _has_asset_key_index_cols_on_connection(self, conn: Connection) -> bool:  # noqa: ARG002 - as Dagster calls it
         return self.has_asset_key_index_cols()
 
 
 class _ScheduleStorage(_Pooled, PostgresScheduleStorage):
-    _has_instigators = False
-
-    def __init__(self, url: str, engine: Engine) -> None:
-        super().__init__(url, engine)
-        self._built: set[str] = set()
-
     def has_instigators_table(self) -> bool:
         # Dagster takes a connection to ask.
-        return self._has_instigators or super().has_instigators_table()
+        return self._finds("instigators", super().has_instigators_table)
+
+    def _has_instigators_table(self, conn: Connection) -> bool:
+        return self._finds("instigators", partial(super()._has_instigators_table, conn))
 
     def has_built_index(self, migration_name: str) -> bool:
         # Dagster lists the tables that it can see. PostgreSQL reads all tables of the database for this list.
-        if migration_name not in self._built and super().has_built_index(migration_name):
-            self._built.add(migration_name)
-        return migration_name in self._built
-
-    def _has_instigators_table(self, conn: Connection) -> bool:
-        self._has_instigators = self._has_instigators or super()._has_instigators_table(conn)
-        return self._has_instigators
+        return self._finds(migration_name, partial(super().has_built_index, migration_name))
 
 
 class PooledPostgresStorage(DagsterPostgresStorage):
