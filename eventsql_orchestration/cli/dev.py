@@ -47,8 +47,8 @@ def dev(
 
     Without a database URL, it uses the embedded PostgreSQL of this directory, starts it again if it dies, and stops it
     when this command ends; its data stays. Dagster's own tables are in schema dagster_dev of the database. Give each
-    checkout a database of its own: on a shared one, they end each other's runs. Ctrl-C ends everything within two
-    seconds.
+    checkout a database of its own: on a shared one, they end each other's runs. Ctrl-C ends everything, Dagster
+    within two seconds.
 
     Where the packages of pyspark[connect] are installed, runs and tasks share one warm Spark, through Spark Connect.
     EVENTSQL_SPARK_CONFIG names a file with other settings.

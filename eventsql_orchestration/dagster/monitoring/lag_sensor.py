@@ -83,7 +83,8 @@ def build_lag_sensor(
 
     return monitoring_sensor(
         observe, name=name, interval_seconds=interval_seconds, default_status=default_status,
-        description="Observes how far every consumer is behind, and evaluates the checks of consumers.",
+        description="Observes how far every consumer is behind, evaluates the checks of consumers, and reports "
+        "the events that arrive in topics to which no asset publishes.",
     )  # fmt: skip
 
 
