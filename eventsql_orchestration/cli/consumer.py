@@ -80,10 +80,7 @@ def create(
 def _filter(keys: tuple[str, ...], key_prefix: str | None, metadata: tuple[tuple[str, str], ...]) -> EventFilter | None:
     if not keys and key_prefix is None and not metadata:
         return None
-    texts = dict(metadata)
-    if len(texts) < len(set(metadata)):
-        raise click.UsageError("no event can match: --metadata gives one name two values")
-    return EventFilter(frozenset(keys) or None, key_prefix, texts)
+    return EventFilter(frozenset(keys) or None, key_prefix, dict(metadata))
 
 
 @command(consumer, "list")

@@ -129,6 +129,15 @@ def _pair(text: str) -> tuple[str, str]:
     return name, value
 
 
+def _one_value_each(_: object, __: object, pairs: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    """Refuse pairs that give one name two values: all but the last would be ignored."""
+    values: dict[str, str] = {}
+    for name, value in pairs:
+        if values.setdefault(name, value) != value:
+            raise click.BadParameter(f"{name!r} has two values: {values[name]!r} and {value!r}")
+    return pairs
+
+
 def _time(text: str) -> datetime:
     """A time of ISO 8601 with its zone. Without a zone, its meaning would depend on the machine."""
     try:
@@ -226,7 +235,7 @@ _USUAL: Final[dict[Any, dict[str, Any]]] = {
     datetime: {"type": TIME},
     timedelta: {"type": DURATION},
     AtOffset: {"type": PLACE},
-    tuple[str, str]: {"type": Text("name=value", _pair)},
+    tuple[str, str]: {"type": Text("name=value", _pair), "callback": _one_value_each},
 }
 """Settings of options by the type of the value, or a part of it."""
 
