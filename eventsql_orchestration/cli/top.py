@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -83,22 +84,24 @@ def top(
         platform.open()
         if topic is not None:
             platform.registry.topic(topic)
-        look = _Look(platform, topic)
+        look = Look(platform, topic)
         live = None
         if not as_json and stdout_is_terminal():
             live = stack.enter_context(lazy.Live(screen=True, console=lazy.Console(), auto_refresh=False))
-        for number, screen in enumerate(look.screens(interval), start=1):
+        for number in itertools.count(1):
+            screen = look.screen()
             if as_json:
                 write_json(screen.as_json(), indent=None)
             elif live is not None:
-                live.update(_drawn(screen, live.console.height), refresh=True)
+                live.update(drawn(screen, live.console.height), refresh=True)
             else:
-                show(_drawn(screen, None))
+                show(drawn(screen, None))
             if number == refreshes:
                 return
+            time.sleep(interval)
 
 
-class _Look:
+class Look:
     """Reads the figures of every shard again and again, and remembers what the rates and trends need."""
 
     def __init__(self, platform: EventSQL, topic: str | None, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -110,16 +113,8 @@ class _Look:
         self._rates: dict[object, tuple[float, int]] = {}
         self._trends: dict[object, deque[float]] = {}
 
-    def screens(self, interval: float) -> Iterator[Screen]:
-        """A screen at once, and one more every `interval` seconds.
-
-        Raises `DatabaseUnavailableError` if a lone database does not answer at first.
-        """
-        while True:
-            yield self._screen()
-            time.sleep(interval)
-
-    def _screen(self) -> Screen:
+    def screen(self) -> Screen:
+        """The next screen. Raises `DatabaseUnavailableError` if a lone database does not answer at first."""
         tables: dict[str, list[Row]] = {name: [] for name in _TABLES}
         down: list[str] = []
         for label, reader in self._readers.items():
@@ -249,7 +244,7 @@ _TABLES: Final[Mapping[str, _Table]] = {
 """The tables of the screen, by the names of their rows in JSON."""
 
 
-def _drawn(screen: Screen, height: int | None) -> RenderableType:
+def drawn(screen: Screen, height: int | None) -> RenderableType:
     """The tables of a screen, which has a title, and a heading and a line for each table: `height` lines in all.
 
     A narrow screen has fewer columns, so that names stay on one line.
