@@ -394,10 +394,8 @@ def test_rows_that_the_reading_transaction_wrote_itself_are_not_taken_for_anothe
 # Its plan
 
 
-@pytest.mark.parametrize("only", [{}, {"eql_kind": "ride"}])
-def test_rows_are_found_through_the_index_in_their_order(
-    database: Database, reader: SnapshotReader, only: dict[str, object]
-) -> None:
+def plan_of(database: Database, reader: SnapshotReader, name: str, only: dict[str, object]) -> str:
+    """The plan of a statement for a table with 60,000 rows."""
     with database.connection() as connection:
         connection.execute(
             "INSERT INTO eventsql.change (eql_transaction, eql_kind, eql_value) "
@@ -405,17 +403,33 @@ def test_rows_are_found_through_the_index_in_their_order(
             "FROM generate_series(1, 60000) n"
         )
         connection.execute("ANALYZE eventsql.change")
-        query = reader._compose("after", only)
+        query = reader._compose(name, only)
         values = {"transaction": "300", "position": 30_000, "limit": 100, "only_0": "ride"}
-        plan = "\n".join(
-            row[0] for row in connection.execute(b"EXPLAIN (COSTS off) " + query.as_bytes(connection), values)
-        )
+        rows = connection.execute(b"EXPLAIN (COSTS off) " + query.as_bytes(connection), values)
+        return "\n".join(row[0] for row in rows)
+
+
+@pytest.mark.parametrize("only", [{}, {"eql_kind": "ride"}])
+def test_rows_are_found_through_the_index_in_their_order(
+    database: Database, reader: SnapshotReader, only: dict[str, object]
+) -> None:
+    plan = plan_of(database, reader, "after", only)
     assert re.search(r"Index Scan using change_(kind|order)", plan), plan
     assert "Sort" not in plan
     (condition,) = re.findall(r"Index Cond: (.*)", plan)
     assert "ROW(eql_transaction, eql_id) > ROW(" in condition
     assert "eql_transaction < pg_snapshot_xmin" in condition
     assert ("Filter" in plan) is False
+
+
+@pytest.mark.parametrize("only", [{}, {"eql_kind": "ride"}])
+def test_a_look_for_rows_of_another_server_reads_no_others(
+    database: Database, reader: SnapshotReader, only: dict[str, object]
+) -> None:
+    plan = plan_of(database, reader, "foreign", only)
+    conditions = re.findall(r"Index Cond: (.*)", plan)
+    assert [condition for condition in conditions if "eql_transaction >= pg_snapshot_xmax" in condition], plan
+    assert "Seq Scan" not in plan
 
 
 # What is read, and on what

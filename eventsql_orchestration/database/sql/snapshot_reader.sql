@@ -21,20 +21,16 @@ SELECT count(*)
 FROM {table} source
 WHERE source.{transaction} >= pg_snapshot_xmin(pg_current_snapshot()){only};
 
--- foreign -- The newest transaction in a table if it is beyond this server's: visible rows cannot have such a
--- transaction, except rows of the current transaction. Then, whether this server has had a checkpoint's transaction.
+-- foreign -- The newest transaction in a table beyond this server's: visible rows cannot have such a transaction, except
+-- rows of the current transaction. Then, whether this server has had a checkpoint's transaction.
 SELECT
     (
-        SELECT newest.transaction::text
-        FROM (
-            SELECT source.{transaction} AS transaction
-            FROM {table} source
-            WHERE true{only}
-            ORDER BY source.{transaction} DESC
-            LIMIT 1
-        ) newest
-        WHERE newest.transaction >= pg_snapshot_xmax(pg_current_snapshot())
-          AND newest.transaction = pg_current_xact_id_if_assigned() IS NOT TRUE
+        SELECT source.{transaction}::text
+        FROM {table} source
+        WHERE source.{transaction} >= pg_snapshot_xmax(pg_current_snapshot())
+          AND source.{transaction} = pg_current_xact_id_if_assigned() IS NOT TRUE{only}
+        ORDER BY source.{transaction} DESC
+        LIMIT 1
     ),
     {had};
 
