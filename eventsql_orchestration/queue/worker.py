@@ -29,7 +29,7 @@ from eventsql_orchestration.queue.message_queue import MessageQueue
 from eventsql_orchestration.queue.values import Message
 from eventsql_orchestration.retry import LONGEST_AWAY, doubled, pause_while_away
 from eventsql_orchestration.threads import join_all, start_thread
-from eventsql_orchestration.validation import Duration, check_seconds
+from eventsql_orchestration.validation import Duration, check_seconds, counted
 
 logger = logger_of_errors(__name__)
 
@@ -70,7 +70,9 @@ def after_failure(pause: float, dead_letters: str | None) -> str:
 
 def _note_held(messages: Sequence[Message], failure: EventSQLError) -> None:
     # Their visibility timeout gives them back.
-    logger.info("message %s and %d more were not released: %s", messages[0].id, len(messages) - 1, failure)
+    logger.info(
+        "could not release %s, the first of them %s: %s", counted(len(messages), "message"), messages[0].id, failure
+    )
 
 
 def reason_of(error: BaseException) -> str:
