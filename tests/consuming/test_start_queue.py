@@ -120,6 +120,11 @@ def process(platform: EventSQL, *, by_key: bool = True, most: int = 9) -> delive
     )  # fmt: skip
 
 
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The levels of what the consumption logged."""
+    return [each.levelname for each in caplog.records if each.name == queue_consumption.__name__]
+
+
 class Seen:
     """A handler that notes the events that it was handed, and waits or fails as it is told to."""
 
@@ -836,40 +841,59 @@ def test_acknowledgements_that_find_the_disk_full_are_one_line_in_the_log_until_
     monkeypatch.setattr(queue_consumption, "SETTLE_RETRY", 5 * POLLING)
     monkeypatch.setattr(queue_consumption, "IDLE_POLLING", POLLING)
     fill(platform, "a")
-
-    def said() -> list[str]:
-        return [each.levelname for each in caplog.records if each.name == queue_consumption.__name__]
-
     with (
         caplog.at_level(logging.INFO, queue_consumption.__name__),
         platform.consumers.start_queue("payments", "mailer", Seen(), polling_delay=POLLING),
     ):
-        until(lambda: not full and said()[-1] == "INFO")
-    assert said() == ["ERROR", "INFO"]
+        until(lambda: not full and said(caplog)[-1] == "INFO")
+    assert said(caplog) == ["ERROR", "INFO"]
 
 
 def test_a_partition_that_cannot_be_fetched_stops_no_other_and_is_one_line_in_the_log(
     platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     hand_out, seen, left = deliveries.Deliveries.hand_out, Seen(), [True] * 3
-    ids = fill(platform, 12, "orders")
-    others = {event.id for event in platform.reader.read("orders") if event.partition != 0}
+    ids, asked = fill(platform, 12, "orders"), list[int]()
 
     def refuse(own: deliveries.Deliveries, worker: int, partition: int, limit: int) -> HandOut:
-        if partition == 0 and (left or not others.issubset(seen.ids)):
-            del left[:1]
-            raise DatabaseBusyError("another session keeps the events")
+        if later := platform.reader.read("orders", after=ids[11]):
+            asked.append(partition)
+            others = {event.id for event in later if event.partition != asked[0]}
+            if partition == asked[0] and (left or not others.issubset(seen.ids)):
+                del left[:1]
+                raise DatabaseBusyError("another session keeps the events")
         return hand_out(own, worker, partition, limit)
 
     monkeypatch.setattr(deliveries.Deliveries, "hand_out", refuse)
     monkeypatch.setattr(queue_consumption, "FAULT_DELAY", 5 * POLLING)
-    monkeypatch.setattr(queue_consumption, "IDLE_POLLING", POLLING)
+    # A notification wakes all partitions at once.
+    monkeypatch.setattr(queue_consumption, "IDLE_POLLING", 3_600.0)
     with (
         caplog.at_level(logging.INFO, queue_consumption.__name__),
         platform.consumers.start_queue("orders", "mailer", seen, polling_delay=POLLING),
     ):
+        until(lambda: at_rest(platform, "orders"))
+        ids += fill(platform, 12, "orders")
         until(lambda: sorted(seen.ids) == ids)
-    assert [each.levelname for each in caplog.records if each.name == queue_consumption.__name__] == ["WARNING", "INFO"]
+    assert said(caplog) == ["WARNING", "INFO"]
+
+
+def test_a_partition_that_could_not_be_fetched_goes_on_if_others_have_consumed_its_events(
+    platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> HandOut:
+        raise DatabaseBusyError("another session keeps the events")
+
+    monkeypatch.setattr(deliveries.Deliveries, "hand_out", refuse)
+    monkeypatch.setattr(queue_consumption, "FAULT_DELAY", POLLING)
+    fill(platform, "a")
+    with (
+        caplog.at_level(logging.INFO, queue_consumption.__name__),
+        platform.consumers.start_queue("payments", "mailer", Seen(), polling_delay=POLLING),
+    ):
+        until(lambda: said(caplog))
+        assert platform.consumers.consume_once("payments", "mailer", lambda _events, _connection: None) == 1
+        until(lambda: said(caplog) == ["WARNING", "INFO"])
 
 
 def test_a_seek_under_a_running_handler_stops_no_settling(
