@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from eventsql_orchestration import AtOffset, Consumer, Event, EventSQL, Publication, Topic
+from eventsql_orchestration.consuming import failures
 from eventsql_orchestration.consuming.handlers import check_handler, check_returned
 from eventsql_orchestration.consuming.lag import LagCause
 from eventsql_orchestration.consuming.leases import Lease
@@ -279,11 +280,18 @@ def test_the_transaction_of_a_lease_may_end_in_another_thread_than_it_began_in(
 @with_one_event
 @pytest.mark.parametrize("change", SETTINGS)
 def test_a_handler_of_a_queue_has_locked_its_event_alone_and_changes_the_settings_of_its_consumer(
-    platform: EventSQL, until: Callable[..., None], change: Change
+    platform: EventSQL, until: Callable[..., None], monkeypatch: pytest.MonkeyPatch, change: Change
 ) -> None:
+    """At an event that has failed before: to resume the consumer gives such an event all its attempts back."""
+    monkeypatch.setattr(failures, "FIRST_BACKOFF", 0.01)
+    platform.registry.register_consumer(Consumer("orders", "mailer"), max_attempts=3)
+    begun: list[Event] = []
     changed: list[Event] = []
 
     def handle(event: Event, _connection: object) -> None:
+        begun.append(event)
+        if len(begun) == 1:
+            raise ValueError("the first attempt")
         change(platform)
         changed.append(event)
 
