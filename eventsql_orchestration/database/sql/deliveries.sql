@@ -154,9 +154,9 @@ WHERE k.eql_topic = %(topic)s AND k.eql_consumer = %(consumer)s AND k.eql_partit
       WHERE known.cursor = d.eql_cursor AND known.id = d.eql_id AND known.worker = d.eql_worker
   );
 
--- drop -- Forget events that are not in the log any more.
+-- drop -- Forget events that this transaction has taken and that are not in the log any more.
 DELETE FROM {schema}.consumer_delivery
-WHERE eql_cursor = %(cursor)s AND eql_id = ANY (%(ids)s::bigint[]) AND eql_worker = %(worker)s;
+WHERE eql_cursor = %(cursor)s AND eql_id = ANY (%(ids)s::bigint[]);
 
 -- other_order -- Whether a consumer has unacknowledged events that were handed out in the other order.
 SELECT EXISTS (
