@@ -15,7 +15,16 @@ import pytest
 import sqlalchemy
 from psycopg.rows import dict_row
 
-from eventsql_orchestration import NOT_PARTITIONED, Consumer, Event, EventSQL, OffsetRange, Publication, Topic
+from eventsql_orchestration import (
+    NOT_PARTITIONED,
+    Consumer,
+    Event,
+    EventFilter,
+    EventSQL,
+    OffsetRange,
+    Publication,
+    Topic,
+)
 from eventsql_orchestration.consuming import claim_processing
 from eventsql_orchestration.consuming import claims as claims_module
 from eventsql_orchestration.consuming.claim_making import ClaimMaker
@@ -454,6 +463,30 @@ def test_releasing_gives_back_the_rest_alone(platform: EventSQL) -> None:
     assert claim(platform).range == replace(claimed.range, after=ids[3])
 
 
+def test_a_claim_that_was_released_commits_nothing(platform: EventSQL) -> None:
+    fill(platform, 4)
+    claimed = claim(platform)
+    assert platform.claims.release(claimed)
+    with pytest.raises(ClaimLostError):
+        platform.claims.process(claimed, write)
+    assert (effects(platform), offset(platform)) == ([], 0)
+
+
+@pytest.mark.parametrize("gone", ["consumed", "filtered out"])
+def test_an_event_that_the_consumer_does_not_get_any_more_has_not_failed(platform: EventSQL, gone: str) -> None:
+    fill(platform, 4)
+    claimed = claim(platform)
+    event = platform.claims.read(claimed)[1]
+    if gone == "consumed":
+        with platform.database.transaction() as connection:
+            claimed = platform.claims.commit(connection, claimed, upto=event.id + 1)
+    else:
+        platform.registry.register_consumer(Consumer("orders", "whole"), filter=EventFilter(keys=frozenset({"none"})))
+    with pytest.raises(ClaimLostError):
+        platform.claims.settle(claimed, event, ValueError("no"))
+    assert not platform.registry.consumer("orders", "whole")[0].failing
+
+
 def after_its_lease(platform: EventSQL, _claimed: Claim) -> Claim:
     let_expire(platform)
     return claim(platform, owner="successor")
@@ -492,6 +525,8 @@ def test_an_owner_whose_claim_went_to_another_commits_nothing(
         platform.claims.commit(connection, zombie)
     with pytest.raises(ClaimLostError), platform.database.transaction() as connection:
         platform.claims.check(connection, zombie)
+    with pytest.raises(ClaimLostError):
+        platform.claims.settle(zombie, platform.reader.read("orders")[0], ValueError("no"))
     with pytest.raises(ClaimLostError):
         platform.claims.renew(zombie)
     assert not platform.claims.release(zombie)
@@ -706,13 +741,16 @@ def test_a_heartbeat_keeps_the_claim_while_the_block_runs(platform: EventSQL, un
         platform.claims.commit(connection, claimed)
 
 
-@pytest.mark.parametrize("committed", [False, True])
-def test_a_heartbeat_says_when_the_claim_is_lost(platform: EventSQL, *, committed: bool) -> None:
+@pytest.mark.parametrize("by", ["its release", "another owner", "the commit of another owner"])
+def test_a_heartbeat_says_when_the_claim_is_lost(platform: EventSQL, by: str) -> None:
     fill(platform, 4)
     claimed = claim(platform)
-    adopted = platform.claims.adopt(claimed.id, owner="another")
-    if committed:
-        platform.claims.process(adopted, write)
+    if by == "its release":
+        platform.claims.release(claimed)
+    else:
+        adopted = platform.claims.adopt(claimed.id, owner="another")
+        if by == "the commit of another owner":
+            platform.claims.process(adopted, write)
     with platform.claims.heartbeat(claimed, lease=0.03) as lost:
         assert lost.wait(60)
 
