@@ -164,6 +164,7 @@ class Deliveries:
             more=more or full or len(deliveries) >= limit,
             others=standing.not_own > len(freed) or len(deliveries) < len(freed) + len(fresh),
             held=held,
+            own=standing.unacknowledged - standing.not_own,
         )
 
     def move_offset(self, worker: int, partition: int) -> None:

@@ -32,7 +32,7 @@ class HandOut:
     """The events that a call handed out.
 
     With `more`, further events wait. With `others`, the partition has events that this process does not hold: another
-    process has them, or they wait for a retry.
+    process has them, or they wait for a retry. Before the call, this process held `own` events.
     """
 
     deliveries: Sequence[Delivery]
@@ -42,6 +42,7 @@ class HandOut:
     """Whether the partition has events that are not acknowledged."""
     taken: bool = True
     """Whether the partition could be locked and consumed."""
+    own: int = 0
 
 
 class Cursor(NamedTuple):

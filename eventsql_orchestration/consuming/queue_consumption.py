@@ -191,11 +191,11 @@ class QueueConsumption(Running):
             return
         with self._exchange:
             began = time.monotonic()
+            with self._working:
+                known = self._backlog.unsettled(partition)
             try:
                 if partition in self._uncertain:
-                    with self._working:
-                        self._uncertain.remove(partition)
-                        known = self._backlog.unsettled(partition)
+                    self._uncertain.remove(partition)
                     self._deliveries.give_back_others(worker, partition, known)
                 handed = self._deliveries.hand_out(worker, partition, room)
             except WorkerLostError:
@@ -205,6 +205,16 @@ class QueueConsumption(Running):
                 # The server may have committed it.
                 self._uncertain.add(partition)
                 raise
+            if handed.own > len(known) and not self._stop.is_set():
+                logger.warning(
+                    "%s: the database has lost acknowledgements in partition %d, as after a restore or a failover; "
+                    "their events are handed out again", self._name, partition,
+                )  # fmt: skip
+                # The next call gives back the events of this one, too, because of the order of keys.
+                self._uncertain.add(partition)
+                with self._fetching:
+                    self._due[partition] = 0.0
+                return
             with self._working:
                 if self._worker == worker:
                     self._lease_until = max(self._lease_until, began + self._lease)

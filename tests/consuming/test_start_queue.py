@@ -826,6 +826,37 @@ def test_events_of_a_failed_call_are_handed_out_again(
     assert sorted(seen.ids) == ids
 
 
+GO_BACK = """
+    UPDATE eventsql.consumer c SET eql_last_event_id = k.eql_last_event_id, eql_lease_owner = k.eql_lease_owner,
+        eql_lease_expires_at = k.eql_lease_expires_at
+    FROM kept_consumer k WHERE (c.eql_topic, c.eql_name) = (k.eql_topic, k.eql_name);
+    DELETE FROM eventsql.consumer_delivery;
+    DELETE FROM eventsql.consumer_cursor;
+    INSERT INTO eventsql.consumer_cursor OVERRIDING SYSTEM VALUE TABLE kept_cursor;
+    INSERT INTO eventsql.consumer_delivery TABLE kept_delivery;
+"""
+
+
+def test_events_whose_acknowledgements_the_database_has_lost_are_handed_out_again_in_the_order_of_their_key(
+    platform: EventSQL, until: Until, halt: Halt, session: Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As after a restore, a failover to a standby that was behind, or a crash without synchronous commits."""
+    ids = fill(platform, "aaa")
+    seen = Seen(lambda _event: halt())
+    with platform.consumers.start_queue("payments", "mailer", seen, polling_delay=POLLING):
+        halt.await_reached()
+        for table in ("consumer", "consumer_cursor", "consumer_delivery"):
+            name = table.rpartition("consumer_")[2]
+            session.execute(f"CREATE TEMPORARY TABLE kept_{name} AS TABLE eventsql.{table}".encode())
+        halt.end()
+        until(lambda: at_rest(platform))
+        session.execute(f"BEGIN; {GO_BACK} COMMIT".encode())
+        later = fill(platform, "a")
+        until(lambda: at_rest(platform))
+    assert seen.ids == [*ids, *ids, *later]
+    assert [each.levelname for each in caplog.records if each.name == queue_consumption.__name__] == ["WARNING"]
+
+
 def test_acknowledgements_that_find_the_disk_full_are_one_line_in_the_log_until_they_are_written(
     platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
