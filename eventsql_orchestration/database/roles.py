@@ -78,7 +78,8 @@ class Roles:
             connection.execute(_LOCK)
             known = role_statements.states(connection, schema)
             removed = [state for state in known if not topics or state.role.topic in topics]
-            self._hold(connection)
+            owned = [] if topics else role_statements.owned_tables(connection, schema)
+            self._hold(connection, [name for _, name, *_ in owned])
             try:
                 role_statements.run(
                     connection, role_statements.removal(connection, schema, removed, everything=not topics)
@@ -114,12 +115,15 @@ class Roles:
         with self._database.connection() as connection:
             return [name for (name,) in role_statements.rows_of(connection, self._database.schema, "open_functions")]
 
-    def _hold(self, connection: Connection) -> None:
-        """Keep handlers, publishers and receivers away: they use the tables in another order than a change of roles."""
+    def _hold(self, connection: Connection, moved: Sequence[str] = ()) -> None:
+        """Keep handlers, publishers and receivers away: they use the tables in another order than a change of roles.
+
+        The tables in `moved` get another owner: a subscription, for example, uses several of them.
+        """
         wait_at_most(connection, LOCK_SECONDS)
         # A role that may not lock the tables may not change them either: a later statement says so.
         with suppress(psycopg.errors.InsufficientPrivilege):
-            hold_publishers(connection, self._database.schema, grants.BY_TOPIC)
+            hold_publishers(connection, self._database.schema, [*grants.BY_TOPIC, *moved])
 
     def _wanted(self, connection: Connection, prefix: str, topics: Sequence[str]) -> list[Role]:
         """The roles to make, and the roles that exist. The first is the admin role."""
@@ -151,8 +155,9 @@ class Roles:
         return wanted
 
     def _statements(
-        self, connection: Connection, roles: Sequence[Role], *, hold: Callable[[], None] = lambda: None
-    ) -> Statements:
+        self, connection: Connection, roles: Sequence[Role],
+        *, hold: Callable[[Sequence[str]], None] = lambda _moved: None,
+    ) -> Statements:  # fmt: skip
         """Calls `hold` before statements that keep others from a table. GRANTs do not, and there may be many."""
         schema, (admin, *others) = self._database.schema, roles
         yield ddl("SET LOCAL lock_timeout TO {}", sql.Literal(f"{LOCK_SECONDS}s"))
@@ -162,8 +167,9 @@ class Roles:
                 "THEN CREATE ROLE {} NOLOGIN; END IF; END $$",
                 sql.Literal(role.name), role.name,
             )  # fmt: skip
-        if any(owner != admin.name for _, _, owner, _ in role_statements.owned_tables(connection, schema)):
-            hold()
+        owned = role_statements.owned_tables(connection, schema)
+        if moved := [name for _, name, owner, _ in owned if owner != admin.name]:
+            hold(moved)
         yield from role_statements.ownership(connection, schema, admin.name)
         for role in others:
             yield ddl("GRANT USAGE ON SCHEMA {} TO {}", schema, role.name)
@@ -176,7 +182,7 @@ class Roles:
                 schema, sql.Literal(role.name), sql.Literal(role.kind), sql.Literal(role.topic),
             )  # fmt: skip
         yield from role_statements.all_grants(roles, schema, role_statements.logs(connection, schema))
-        hold()
+        hold([])
         yield role_statements.guard(schema)
         yield from role_statements.policies(connection, roles, schema)
         yield ddl("RESET ROLE")

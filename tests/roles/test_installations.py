@@ -193,6 +193,25 @@ def test_a_change_of_roles_gives_way_to_a_handler_that_publishes(
 
 
 @pytest.mark.usefixtures("own_roles")
+@pytest.mark.parametrize("change", ["create", "drop"])
+def test_a_change_of_the_owner_gives_way_to_a_transaction_that_uses_several_tables(
+    owner: EventSQL, prefix: str, sessions: Sessions, until_blocked: UntilBlocked, change: str
+) -> None:
+    """As of a subscription, which reads the changes, and then the adopted ones."""
+    subscription, roles = sessions(), Roles(owner.database)
+    if change == "create":
+        with owner.database.connection() as connection:
+            connection.execute(f"REASSIGN OWNED BY {prefix}_admin TO CURRENT_USER")
+    subscription.execute("LOCK TABLE eventsql.aggregate_change IN ACCESS SHARE MODE")
+    with ThreadPoolExecutor(1) as executor:
+        changing = executor.submit(roles.create, prefix=prefix) if change == "create" else executor.submit(roles.drop)
+        until_blocked()
+        subscription.execute("LOCK TABLE eventsql.adopted_change IN ACCESS SHARE MODE")
+        subscription.commit()
+        assert changing.result()
+
+
+@pytest.mark.usefixtures("own_roles")
 def test_views_and_archives_from_before_the_roles_belong_to_the_admin(owner: EventSQL, as_: As, prefix: str) -> None:
     Roles(owner.database).drop()
     now = datetime.now(UTC)
