@@ -40,7 +40,7 @@ from eventsql_orchestration.cli.parameters import AsJson, Seconds, command, opti
 from eventsql_orchestration.cli.tables import Columns, picked, same, show_items
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.database import Queries
-from eventsql_orchestration.database.translation import MORE_CONNECTIONS, has_no_slot
+from eventsql_orchestration.database.translation import MORE_CONNECTIONS, REFUSED, has_no_slot
 from eventsql_orchestration.errors import (
     ConfigurationError,
     DatabaseFullError,
@@ -139,6 +139,8 @@ def _remedy(error: EventSQLError, context: CliContext) -> str | None:
     if has_no_slot(error.message):
         return MORE_CONNECTIONS
     if isinstance(error, DatabaseUnavailableError | ConfigurationError) and context.settings.dsn is not None:
+        if REFUSED in error.message:
+            return f"correct {context.source('dsn')}, or the role on the server, which runs: its log has the reason"
         return f"start the server, or correct {context.source('dsn')}"
     return None
 

@@ -83,7 +83,10 @@ def schema_finding(database: Database, *, embedded: bool) -> Finding:
     found = "is missing" if revision is None else f"is at revision {revision}, this package needs {head}"
     if embedded and revision is None:
         return ok("schema", f"{database.schema} {found}; the first command creates it")
-    return problem("schema", f"{database.schema} {found}", "eventsql migrate")
+    remedy = "eventsql migrate"
+    if revision is None:
+        remedy += "; if it was there before, rename it back or restore a backup instead"
+    return problem("schema", f"{database.schema} {found}", remedy)
 
 
 def rights_findings(database: Database) -> Iterator[Finding]:

@@ -122,6 +122,9 @@ _NO_SLOT: Final = ("too many clients", "too many connections for", "connection s
 MORE_CONNECTIONS: Final = "end sessions that nobody needs, raise the limit on connections, or use a pooler"
 """What helps if a server has no connection left."""
 
+REFUSED: Final = "refused the connection"
+"""Words of the error for a server that runs, and that lets this user not in."""
+
 _QUESTIONS: Final = {
     "password": "are the user and the password in the URL right?",
     "does not exist": "are the user and the database in the URL right?",
@@ -141,7 +144,7 @@ def _unreachable(detail: str) -> str:
         question = next((question for word, question in _QUESTIONS.items() if word in refused), None)
         if has_no_slot(refused):
             question = MORE_CONNECTIONS
-        return f"refused the connection ({refused})" + (f": {question}" if question else "")
+        return f"{REFUSED} ({refused})" + (f": {question}" if question else "")
     if detail == "the connection is closed":
         return "cannot be reached, because the connection was closed before: open another connection, and try again"
     # libpq asks this, too, after each address that it tried.
