@@ -181,7 +181,8 @@ class Listener:
                     failures += 1
                     delay = pause_while_away(failures)
                     if failures == 1:
-                        logger.warning("no notifications from %s, trying again: %s", self._database, error)
+                        told = " ".join(str(error).split())
+                        logger.warning("no notifications from %s, trying again: %s", self._database, told)
                 finally:
                     self._become(listening=False)
                 if wait([ending], delay):

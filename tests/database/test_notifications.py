@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 from psycopg import sql
+from sqlalchemy import make_url
 from sqlalchemy.pool import QueuePool
 
 from eventsql_orchestration.database import Connection, Database, Queries, notifications
@@ -146,8 +147,8 @@ def test_a_callback_that_raises_keeps_nobody_else_from_hearing(
     assert "RuntimeError: broken" in caplog.text
 
 
-def test_a_listener_that_loses_its_connection_says_so_and_listens_again(
-    database: Database, listener: Listener, notifier: Notifier, heard: Heard, until: Until
+def test_a_listener_that_loses_its_connection_says_so_in_a_line_and_listens_again(
+    database: Database, listener: Listener, notifier: Notifier, until: Until, caplog: pytest.LogCaptureFixture
 ) -> None:
     states: list[bool] = []
     listener.subscribe(LOG, "orders", lambda: states.append(listener.listening))
@@ -158,6 +159,27 @@ def test_a_listener_that_loses_its_connection_says_so_and_listens_again(
     until(lambda: states == [True, False, True])
     notifier.notify(LOG, "orders")
     until(lambda: len(states) == 4)
+    assert "no notifications from" in caplog.text
+    assert not any("\n" in each.getMessage() for each in caplog.records)
+
+
+def test_the_session_of_a_listener_may_be_idle(
+    dsn: str, heard: Heard, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sessions, dedicated = list[Connection](), Database.dedicated
+
+    def note(database: Database) -> Connection:
+        sessions.append(dedicated(database))
+        return sessions[-1]
+
+    monkeypatch.setattr(Database, "dedicated", note)
+    limited = make_url(dsn).update_query_dict({"options": "-c idle_session_timeout=1min"})
+    url = limited.render_as_string(hide_password=False)
+    with Database(url) as database, closing(Listener(database)) as listener:
+        listener.subscribe(LOG, "orders", heard.by("orders"))
+        until(lambda: listener.listening)
+        (session,) = sessions
+        assert session.execute("SHOW idle_session_timeout").fetchone() == ("0",)
 
 
 def test_a_listener_for_which_the_process_has_no_file_left_listens_later(

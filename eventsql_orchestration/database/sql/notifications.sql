@@ -8,5 +8,6 @@ WHERE NOT pg_try_advisory_xact_lock(hashtextextended(%(channel)s, 6074605));
 SELECT true WHERE NOT pg_try_advisory_xact_lock(hashtextextended(%(channel)s::text, 6074605));
 
 -- announce -- Tell senders until the end of the session that it listens to a channel. A sender holds the lock for the
--- time of a statement. Any role could hold it for longer: then this fails after a second.
-SELECT set_config('lock_timeout', '1s', true), pg_advisory_lock_shared(hashtextextended(%(channel)s, 6074605));
+-- time of a statement. Any role could hold it for longer: then this fails after a second. A listener may be idle.
+SELECT set_config('lock_timeout', '1s', true), set_config('idle_session_timeout', '0', false),
+       pg_advisory_lock_shared(hashtextextended(%(channel)s, 6074605));
