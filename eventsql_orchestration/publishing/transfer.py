@@ -70,6 +70,8 @@ class Transfer:
         self._writer = LogWriter(database, batch=batch)
         self._suspected: set[str] = set()
         """Topics whose batch lost the connection. They come last: the batch itself may have ended the session."""
+        self._logged: dict[str, str] = {}
+        """The last error of each topic whose events cannot be moved."""
 
     def run_once(
         self, topics: Iterable[str] | None = None, *, deadline: float | None = None, retry_held: bool = False
@@ -171,6 +173,8 @@ class Transfer:
                         counts[topic] = self._writer.move(topic, newest)
                         again = again or self._writer.more
                         self._suspected.discard(topic)
+                        if counts[topic] and self._logged.pop(topic, None):
+                            logger.info("the transfer of topic %r goes on", topic)
                     except SmallerBatchError as error:
                         logger.info("the next batch is smaller, because this one failed: %s", error)
                         again = True
@@ -179,7 +183,10 @@ class Transfer:
                             self._suspected.add(topic)
                             raise
                         failed[topic] = self._fault(topic, error)
-                        logger.error("%s", failed[topic])
+                        # An error that lasts is one line.
+                        lasts = str(failed[topic]) == self._logged.get(topic)
+                        self._logged[topic] = str(failed[topic])
+                        logger.log(logging.DEBUG if lasts else logging.ERROR, "%s", failed[topic])
         except psycopg.Error as error:
             raise self._database.meaning(error) from error
         moved = {topic: count for topic, count in counts.items() if count}

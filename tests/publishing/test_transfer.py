@@ -6,6 +6,7 @@ Interleavings are forced: transactions are held open between the assignment of t
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +19,7 @@ import pytest
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
-from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError, TopicNotFoundError
+from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError, EventSQLError, TopicNotFoundError
 from eventsql_orchestration.publishing import low_water, transfer
 from eventsql_orchestration.publishing.buffer_mover import Moved
 from eventsql_orchestration.publishing.transfer import Transfer
@@ -754,6 +755,33 @@ def test_an_outage_is_one_line_in_the_log_of_the_transfer(
     monkeypatch.setattr(moving, "_round", away)
     moving.run(stop, polling_delay=0.01)
     assert len([record for record in caplog.records if record.name == transfer.__name__]) == 2
+
+
+def test_a_topic_that_cannot_be_moved_is_one_line_in_the_log_until_it_is_moved(
+    platform: EventSQL, transfers: Callable[..., Transfer], session: Connection, until: Until,
+    *, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(transfer, "MAX_RETRY_DELAY", 0.01)
+    stop, moving, tried = threading.Event(), transfers(), list[str]()
+    fault = moving._fault
+
+    def count(topic: str, error: psycopg.Error | DatabaseError) -> EventSQLError:
+        tried.append(topic)
+        return fault(topic, error)
+
+    monkeypatch.setattr(moving, "_fault", count)
+    session.execute(
+        f"ALTER TABLE eventsql.{stored('orders')} ADD CONSTRAINT no_seven CHECK ({none_is('value', 'seven')})"
+    )
+    platform.publisher.publish(order("seven"))
+    with caplog.at_level(logging.INFO, transfer.__name__), ThreadPoolExecutor(1) as executor:
+        running = executor.submit(moving.run, stop, polling_delay=0.01)
+        until(lambda: len(tried) > 3)
+        session.execute(f"ALTER TABLE eventsql.{stored('orders')} DROP CONSTRAINT no_seven")
+        until(lambda: values(platform) == ["seven"])
+        stop.set()
+        running.result()
+    assert [each.levelname for each in caplog.records if each.name == transfer.__name__] == ["ERROR", "INFO"]
 
 
 def test_a_transfer_that_was_closed_opens_again(platform: EventSQL) -> None:
