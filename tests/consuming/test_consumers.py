@@ -947,5 +947,7 @@ def test_a_consumer_goes_on_with_its_threads_where_a_new_partition_gets_none(
     monkeypatch.setattr(running, "start_thread", start)
     monkeypatch.setattr(running, "FAULT_DELAY", 0.01)
     known = [ConsumerPartition("orders", "mailer", 0)]
-    with Consumption(known, look=lambda _asked: {0: 0.0, 1: 0.0}, poll=poll, polling_delay=0.01, workers=2):
+    with Consumption(
+        known, where="here", look=lambda _asked: {0: 0.0, 1: 0.0}, poll=poll, polling_delay=0.01, workers=2
+    ):
         until(lambda: min(map(polled.count, (0, 1))) > 1)
