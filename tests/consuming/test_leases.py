@@ -287,7 +287,12 @@ def test_a_leased_consumer_that_is_not_registered_is_named(platform: EventSQL) -
 # Failures
 
 
-def test_a_handler_names_the_event_that_failed_and_those_before_it_are_done(platform: EventSQL, until: Until) -> None:
+@pytest.mark.parametrize("max_attempts", [1, 2])
+def test_a_handler_names_the_event_that_failed_and_those_before_it_are_done(
+    platform: EventSQL, until: Until, max_attempts: int
+) -> None:
+    platform.registry.register_topic(Topic("payments_dlt"))
+    platform.registry.register_consumer(Consumer("payments", "mailer"), max_attempts=max_attempts)
     ids = fill(platform, 5)
     named = iter([True])
 
@@ -298,7 +303,8 @@ def test_a_handler_names_the_event_that_failed_and_those_before_it_are_done(plat
     seen = Seen(fail)
     with platform.consumers.start_leased("payments", "mailer", seen, polling_delay=POLLING):
         until(lambda: state(platform).last_event_id == ids[-1])
-    assert seen.batches == [ids, [ids[2]], ids[3:]]
+    # The last attempt makes a dead letter of the event.
+    assert seen.batches == [ids, *[[ids[2]]] * (max_attempts - 1), ids[3:]]
     assert state(platform).consumed_events == 5
 
 
