@@ -781,6 +781,23 @@ def test_a_process_that_lost_its_lease_commits_nothing_and_begins_anew(
     assert [seen.ids.count(each) for each in ids] == [2, 1, 1]
 
 
+def test_a_process_that_lost_its_lease_begins_no_event_that_it_had_before(
+    platform: EventSQL, until: Until, halt: Halt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue_consumption, "HEARTBEATS", 100_000)
+    monkeypatch.setattr(queue_consumption, "IDLE_POLLING", POLLING)
+    ids = fill(platform, "ab")
+    seen = Seen(lambda event: halt() if event.id == ids[0] else None)
+    with platform.consumers.start_queue("payments", "mailer", seen, workers=1, lease=3_600.0, polling_delay=POLLING):
+        until(lambda: seen.ids and handed_out(platform) == 2)
+        with platform.database.connection() as connection:
+            connection.execute("DELETE FROM eventsql.consumer_worker")
+        until(lambda: handed_out(platform))
+        halt.end()
+        until(lambda: at_rest(platform))
+    assert [seen.ids.count(each) for each in ids] == [2, 1]
+
+
 def test_no_event_is_begun_after_the_end_of_a_lease_before_the_lease_is_renewed(
     platform: EventSQL, until: Until, halt: Halt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
