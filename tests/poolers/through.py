@@ -70,7 +70,7 @@ LEFT_OUT: Final[dict[str, str]] = {
     "tests/storage/test_segments.py::test_a_table_that_something_hangs_on": _SESSION,
     "tests/cli/test_program.py::test_a_database_that_goes_away": _DROPPED,
     "tests/cli/test_doctor.py::test_a_database_that_takes_no_writes": _CONNECTED,
-    "tests/cli/test_doctor.py::test_a_server_without_a_connection_left": _CONNECTED,
+    "tests/cli/test_doctor.py::test_a_server_that_refuses_a_login": _CONNECTED,
     "tests/cli/test_program.py::test_a_wrong_password": _CONNECTED,
     "tests/cli/test_program.py::test_the_doctor_tells_a_role_without_rights": _CONNECTED,
     "tests/cli/test_store.py::test_lag_and_doctor_tell_which_process": _ENDED,
