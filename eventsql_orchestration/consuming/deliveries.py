@@ -44,9 +44,12 @@ LOCK_SECONDS: Final = 3.0
 """The most seconds of three waits: after a move of the consumer, for the process's handlers of earlier events; for an
 event whose lost connection the server has not missed yet; in the last call of a process, for a locked partition."""
 
-
 MOST_WAITING: Final = 10_000
 """The most events that wait for a database, and whose wait grows."""
+
+LASTING_SECONDS: Final = 2 * MAX_BACKOFF
+"""An error that such an event meets again after more seconds than this is a new line in the log: another process may
+have handled the events that this process has seen waiting."""
 
 
 class WorkerLostError(ClaimLostError):
@@ -87,8 +90,8 @@ class Deliveries:
         self._log = LogReader(database.schema)
         self._waiting: OrderedDict[tuple[int, int], float] = OrderedDict()
         """Since when events of cursors have met errors that are no failures of theirs."""
-        self._told: str | None = None
-        """The last of these errors in the log, until one of these events is handled."""
+        self._told: tuple[str, float] | None = None
+        """The last of these errors, and when it was met; None after one of these events was handled."""
 
     # The process
 
@@ -377,12 +380,19 @@ class Deliveries:
             self._told = None
             logger.info("%s goes on with %s", self._where, self._database)
 
-    def _wait(self, delivery: Delivery, failure: str) -> None:
-        """Note an error that is no failure of an event, and since when the event meets such errors."""
-        self._told = failure
-        self._waiting.setdefault((delivery.cursor, delivery.event.id), monotonic())
+    def _waited(self, delivery: Delivery) -> float:
+        """The seconds since the first error that an event has met without having failed."""
+        now = monotonic()
+        since = self._waiting.setdefault((delivery.cursor, delivery.event.id), now)
         if len(self._waiting) > MOST_WAITING:
             self._waiting.popitem(last=False)
+        return now - since
+
+    def _lasts(self, failure: str) -> bool:
+        """Whether the log has an error of a waiting event already. Notes the error."""
+        now, told = monotonic(), self._told
+        self._told = failure, now
+        return told is not None and told[0] == failure and now - told[1] <= LASTING_SECONDS
 
     def fail(self, delivery: Delivery, error: BaseException, *, counts: bool, behind: Collection[Delivery]) -> float:
         """Note that an event's handler failed, and give the events `behind` it back.
@@ -394,8 +404,7 @@ class Deliveries:
         attempts = delivery.attempts + (1 if counts else 0)
         failure, delay = describe(error), backoff_after(attempts)
         if not counts:
-            now, key = monotonic(), (delivery.cursor, delivery.event.id)
-            delay = min(max(delay, now - self._waiting.get(key, now)), MAX_BACKOFF)
+            delay = min(max(delay, self._waited(delivery)), MAX_BACKOFF)
         spent = counts and attempts >= delivery.max_attempts
         if spent and self._dead_letters.accepts(self._topic):
             try:
@@ -418,12 +427,10 @@ class Deliveries:
                 self._where, delivery.event.id, how_often(attempts), failure, self._topic, exc_info=shown,
             )  # fmt: skip
         else:
-            attempted, level = f"attempt {attempts} of {delivery.max_attempts} failed", logging.WARNING
-            if not counts:
-                attempted, level = "no attempt is counted", logging.DEBUG if failure == self._told else logging.WARNING
-                self._wait(delivery, failure)
+            attempted = f"attempt {attempts} of {delivery.max_attempts} failed" if counts else "no attempt is counted"
+            lasts = not counts and self._lasts(failure)
             logger.log(
-                level, "%s will try event %d again in %.0f s (%s: %s)",
+                logging.DEBUG if lasts else logging.WARNING, "%s will try event %d again in %.0f s (%s: %s)",
                 self._where, delivery.event.id, delay, attempted, failure,
                 exc_info=shown if counts and attempts == 1 else None,
             )  # fmt: skip

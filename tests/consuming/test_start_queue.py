@@ -273,6 +273,27 @@ def test_an_event_whose_handler_finds_no_room_waits_longer_each_time_and_is_one_
     assert said() == ["WARNING", "INFO"]
 
 
+def test_the_next_full_disk_is_a_line_in_the_log_although_another_process_has_handled_the_events_of_the_first(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(failure_module, "FIRST_BACKOFF", 0.0)
+    monkeypatch.setattr(deliveries, "monotonic", lambda: clock[0])
+    fill(platform, "ab")
+    own, other = process(platform), process(platform)
+    worker, other_worker = own.register("a process"), other.register("another one")
+
+    def meet_a_full_disk() -> None:
+        (delivery,) = own.hand_out(worker, -1, 1).deliveries
+        own.fail(delivery, FullDiskError(), counts=False, behind=())
+
+    meet_a_full_disk()
+    other.acknowledge(other.hand_out(other_worker, -1, 1).deliveries)
+    clock[0] += 3_600
+    meet_a_full_disk()
+    assert [each.levelname for each in caplog.records if each.name == deliveries.__name__] == ["WARNING"] * 2
+
+
 @pytest.mark.parametrize("in_transaction", [True, False])
 def test_an_event_whose_handler_always_meets_a_conflict_becomes_a_dead_letter(
     platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch, in_transaction: bool
