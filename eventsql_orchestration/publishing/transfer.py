@@ -166,6 +166,9 @@ class Transfer:
             with self._writer.session():
                 last, topics = self._writer.look(wanted)
                 newest = last if newest is None else newest
+                if wanted is None:
+                    # Another transfer may have moved the events of a topic, or the topic is deleted.
+                    self._logged = {topic: error for topic, error in self._logged.items() if topic in topics}
                 for topic in sorted(topics, key=self._suspected.__contains__):
                     if topic in failed:
                         continue

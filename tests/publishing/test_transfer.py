@@ -19,7 +19,13 @@ import pytest
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
-from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError, EventSQLError, TopicNotFoundError
+from eventsql_orchestration.errors import (
+    DatabaseError,
+    DatabaseUnavailableError,
+    EventSQLError,
+    PermissionDeniedError,
+    TopicNotFoundError,
+)
 from eventsql_orchestration.publishing import low_water, transfer
 from eventsql_orchestration.publishing.buffer_mover import Moved
 from eventsql_orchestration.publishing.transfer import Transfer
@@ -782,6 +788,28 @@ def test_a_topic_that_cannot_be_moved_is_one_line_in_the_log_until_it_is_moved(
         stop.set()
         running.result()
     assert [each.levelname for each in caplog.records if each.name == transfer.__name__] == ["ERROR", "INFO"]
+
+
+def test_a_refusal_that_comes_back_is_a_line_in_the_log_although_another_transfer_has_moved_the_events_of_the_first(
+    platform: EventSQL, transfers: Callable[..., Transfer], session: Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    moving, log = transfers(), f"eventsql.{stored('orders')}"
+    session.execute(
+        "CREATE FUNCTION public.refuse() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RAISE insufficient_privilege; END'"
+    )
+
+    def meet_a_refusal() -> None:
+        session.execute(f"CREATE TRIGGER refusal BEFORE INSERT ON {log} EXECUTE FUNCTION public.refuse()")
+        platform.publisher.publish(order("one"))
+        with pytest.raises(PermissionDeniedError):
+            moving.run_once()
+        session.execute(f"DROP TRIGGER refusal ON {log}")
+
+    meet_a_refusal()
+    assert transfers().run_once() == {"orders": 1}
+    assert moving.run_once() == {}
+    meet_a_refusal()
+    assert [each.levelname for each in caplog.records if each.name == transfer.__name__] == ["ERROR"] * 2
 
 
 def test_a_transfer_that_was_closed_opens_again(platform: EventSQL) -> None:
