@@ -140,7 +140,7 @@ def _remedy(error: EventSQLError, context: CliContext) -> str | None:
         return MORE_CONNECTIONS
     if isinstance(error, DatabaseUnavailableError | ConfigurationError) and context.settings.dsn is not None:
         if REFUSED in error.message:
-            return f"correct {context.source('dsn')}, or the role on the server: the log of the server has the reason"
+            return f"correct {context.source('dsn')} or the role, or wait if the server is starting: its log says why"
         return f"start the server, or correct {context.source('dsn')}"
     return None
 

@@ -487,7 +487,7 @@ def test_a_database_that_is_down_is_a_problem(invoke: Run, closed_port: int) -> 
     ("options", "remedy"),
     [
         ("LOGIN CONNECTION LIMIT 0", MORE_CONNECTIONS),
-        ("NOLOGIN", "correct --dsn, or the role on the server: the log of the server has the reason"),
+        ("NOLOGIN", "correct --dsn or the role, or wait if the server is starting: its log says why"),
     ],
 )
 def test_a_server_that_refuses_a_login_is_not_one_to_start(
