@@ -72,7 +72,7 @@ class ClaimMaker:
     def _claim(self, wanted: ClaimRequest) -> Claim | NoClaim | None:
         """Make a claim in one transaction; None when the partition has consumed all events of its layout.
 
-        Raises `DatabaseBusyError` if the claim's own limit ends it, whatever the server ends then.
+        Raises `DatabaseBusyError` if the server ends it, as after the limits that `limit_waits` sets.
         """
         try:
             return self._claim_in_time(wanted)
@@ -81,8 +81,8 @@ class ClaimMaker:
             if not isinstance(cause, _ENDED_BY_LIMIT):
                 raise
             raise DatabaseBusyError(
-                f"{wanted.key} was not claimed within {wanted.timeout:g} s, the limit of a claim ({describe(cause)}): "
-                "try again"
+                f"{wanted.key} was not claimed ({describe(cause)}; each statement of a claim may last "
+                f"{wanted.timeout:g} s): try again"
             ) from cause
 
     def _claim_in_time(self, wanted: ClaimRequest) -> Claim | NoClaim | None:
