@@ -98,8 +98,9 @@ def retain(context: CliContext, *, execute: Annotated[bool, executing("Drop them
         retained = views.retain(execute=execute)
     if execute or as_json:
         _show_kept(
-            retained, lambda each: f"view {each.view!r}: {counted(each.dropped, 'partition')} dropped", as_json=as_json
-        )
+            retained, lambda each: f"view {each.view!r}: {counted(each.dropped, 'partition')} dropped",
+            otherwise="no view has a retention", as_json=as_json,
+        )  # fmt: skip
     if execute:
         return
     due = [f"{counted(each.dropped, 'partition')} of view {each.view!r}" for each in retained if each.dropped]
@@ -115,17 +116,20 @@ def sort_logs(context: CliContext, *, as_json: AsJson) -> None:
     with _views(context) as views:
         done = views.sort()
     _show_kept(
-        done, lambda each: f"logs {each.view!r}: {counted(each.partitions, 'partition')} sorted", as_json=as_json
-    )
+        done, lambda each: f"logs {each.view!r}: {counted(each.partitions, 'partition')} sorted",
+        otherwise="there are no logs", as_json=as_json,
+    )  # fmt: skip
 
 
-def _show_kept(results: Sequence[Retained | Sorted], text: Callable[[Any], str], *, as_json: bool) -> None:
-    """Show what was done to the partitions of each view, and which are left to the next run."""
+def _show_kept(
+    results: Sequence[Retained | Sorted], text: Callable[[Any], str], *, otherwise: str, as_json: bool
+) -> None:
+    """Show what was done to the partitions of each view, and which are left to the next run; else why nothing was."""
     if as_json:
         write_json([asdict(each) for each in results])
         return
     if not results:
-        say("nothing to do: no view has such partitions")
+        say(f"nothing to do: {otherwise}")
     for each in results:
         busy = f"; {counted(each.busy, 'partition')} in use, for the next run" if each.busy else ""
         say(f"{text(each)}{busy}")
