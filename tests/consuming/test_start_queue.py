@@ -240,37 +240,43 @@ def test_an_event_whose_handler_fails_for_something_else_is_tried_again(
 
 
 def test_an_event_whose_handler_finds_no_room_waits_longer_each_time_and_is_one_line_in_the_log(
-    platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    noted: dict[int, list[float]] = {}
-    note, full, clock = deliveries.Deliveries._note_failure, [True], count()
+    platform: EventSQL, session: Connection, until: Until, monkeypatch: pytest.MonkeyPatch,
+    *, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    failed: dict[int, list[float]] = {}
+    fail, note, full, clock = deliveries.Deliveries.fail, deliveries.Deliveries._note_failure, [True], count()
 
-    def keep(own: deliveries.Deliveries, delivery: Delivery, **named: Any) -> bool:
-        noted.setdefault(delivery.event.id, []).append(named["delay"])
-        return note(own, delivery, **named | {"delay": 0.0})
+    def keep(own: deliveries.Deliveries, delivery: Delivery, *given: Any, **named: Any) -> float:
+        delay = fail(own, delivery, *given, **named)
+        failed.setdefault(delivery.event.id, []).append(delay)
+        return delay
+
+    def wait_less(own: deliveries.Deliveries, delivery: Delivery, **named: Any) -> bool:
+        # After the last failure, no event is under way while the disk gets room.
+        delay = 0.0 if len(failed.get(delivery.event.id, ())) < 3 else 3_600.0
+        return note(own, delivery, **named | {"delay": delay})
 
     def handle(event: Event, connection: Connection) -> None:
         # Events without an effect go on.
         if event.key != "c" and full:
             connection.execute(DISK_IS_FULL)
 
-    def said() -> list[str]:
-        return [each.levelname for each in caplog.records if each.name == deliveries.__name__]
-
-    monkeypatch.setattr(deliveries.Deliveries, "_note_failure", keep)
+    monkeypatch.setattr(deliveries.Deliveries, "fail", keep)
+    monkeypatch.setattr(deliveries.Deliveries, "_note_failure", wait_less)
     monkeypatch.setattr(deliveries, "monotonic", lambda: next(clock))
     ids = fill(platform, "abcc")
     with (
         caplog.at_level(logging.INFO, deliveries.__name__),
         platform.consumers.start_queue("payments", "mailer", handle, polling_delay=POLLING),
     ):
-        until(lambda: all(len(noted.get(each, ())) > 3 for each in ids[:2]))
+        until(lambda: all(len(failed.get(each, ())) == 4 for each in ids[:2]))
         full.clear()
+        session.execute("UPDATE eventsql.consumer_delivery SET eql_due_at = NULL")
         until(lambda: at_rest(platform))
-    for delays in noted.values():
+    for delays in failed.values():
         assert delays == sorted(delays)
         assert delays[0] < delays[3]
-    assert said() == ["WARNING", "INFO"]
+    assert [each.levelname for each in caplog.records if each.name == deliveries.__name__] == ["WARNING", "INFO"]
 
 
 def test_the_next_full_disk_is_a_line_in_the_log_although_another_process_has_handled_the_events_of_the_first(
