@@ -397,9 +397,9 @@ class Deliveries:
     def fail(self, delivery: Delivery, error: BaseException, *, counts: bool, behind: Collection[Delivery]) -> float:
         """Note that an event's handler failed, and give the events `behind` it back.
 
-        Gives the seconds until the event is due again, 0 for a dead letter. Its attempts stay, unless the failure
-        `counts`; then it waits as long again as it has waited, and the log has the same error once. Raises
-        `ClaimLostError` if another process has the event, `DatabaseBusyError` if others lock it.
+        Gives the seconds until the event is due again, 0 for a dead letter. A failure that does not count leaves the
+        attempts as they are, and lets the event wait as long again as it has waited; the log has such an error once
+        while it lasts. Raises `ClaimLostError` if another process has the event, `DatabaseBusyError` if others lock it.
         """
         attempts = delivery.attempts + (1 if counts else 0)
         failure, delay = describe(error), backoff_after(attempts)
