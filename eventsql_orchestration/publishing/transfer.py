@@ -177,7 +177,7 @@ class Transfer:
                         again = again or self._writer.more
                         self._suspected.discard(topic)
                         if counts[topic] and self._logged.pop(topic, None):
-                            logger.info("the transfer of topic %r goes on", topic)
+                            logger.info("the transfer of topic %r goes on with %s", topic, self._database)
                     except SmallerBatchError as error:
                         logger.info("the next batch is smaller, because this one failed: %s", error)
                         again = True

@@ -788,6 +788,7 @@ def test_a_topic_that_cannot_be_moved_is_one_line_in_the_log_until_it_is_moved(
         stop.set()
         running.result()
     assert [each.levelname for each in caplog.records if each.name == transfer.__name__] == ["ERROR", "INFO"]
+    assert f"the transfer of topic 'orders' goes on with {platform.database}" in caplog.text
 
 
 def test_a_refusal_that_comes_back_is_a_line_in_the_log_although_another_transfer_has_moved_the_events_of_the_first(
