@@ -330,7 +330,11 @@ def test_all_messages_are_acknowledged_or_none(queue: Queue) -> None:
     assert queue.statistics().depth == 0
 
 
-def test_messages_of_different_receives_are_acknowledged_together_in_any_order(queue: Queue) -> None:
+@pytest.mark.parametrize("retention", [None, timedelta(days=1)])
+def test_messages_of_different_receives_are_acknowledged_together_in_any_order(
+    database: Database, retention: timedelta | None
+) -> None:
+    queue = Queue(database, "commands", retention=retention)
     queue.send_all([b"1", b"2", b"3"])
     first, second, third = queue.receive(max_messages=3)
     queue.release(second)
@@ -398,6 +402,18 @@ def test_acknowledgements_at_once_make_the_archive_once(database: Database, unti
             until_blocked()
         waiting.result()
     assert len(queue.archived()) == 2
+
+
+def test_an_acknowledgement_does_not_wait_for_another_that_makes_the_archive_of_a_later_day(
+    database: Database, session: Connection
+) -> None:
+    expires = datetime.now(UTC) + timedelta(days=3)
+    make = "SELECT eventsql.make_queue_archive(%s)"
+    session.execute(make, [expires - timedelta(days=1)])
+    with database.transaction() as one, database.transaction() as two:
+        one.execute(make, [expires])
+        two.execute("SET LOCAL lock_timeout = '5s'")
+        two.execute(make, [expires])
 
 
 @pytest.mark.parametrize("way", ["send", "release", "give back", "fail", "redrive"])
