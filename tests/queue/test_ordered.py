@@ -344,6 +344,17 @@ def test_a_delay_counts_for_a_message_between_two_others_of_its_key(database: Da
     assert numbers(queue) == (0, 0, 1, 0)
 
 
+def give_back(queue: Queue, message: Message, session: Connection, way: str, delay: float) -> None:
+    match way:
+        case "release":
+            queue.release(message, delay=delay)
+        case "fail":
+            queue.release_failed(message, delay=delay, reason="failed")
+        case "in sql":
+            values = [message.id, message.receipt, delay]
+            session.execute("SELECT eventsql.queue_release('commands', %s, %s, %s)", values)
+
+
 @pytest.mark.parametrize("way", ["release", "fail", "in sql"])
 def test_an_earlier_message_that_commits_late_does_not_wait_for_the_retry_of_a_later_one(
     database: Database, queue: Queue, session: Connection, way: str
@@ -354,15 +365,19 @@ def test_an_earlier_message_that_commits_late_does_not_wait_for_the_retry_of_a_l
         queue.send(b"late id", key="a")
         (held,) = queue.receive()
     assert queue.receive() == []
-    match way:
-        case "release":
-            queue.release(held, delay=60)
-        case "fail":
-            queue.release_failed(held, delay=60, reason="failed")
-        case "in sql":
-            session.execute("SELECT eventsql.queue_release('commands', %s, %s, 60)", [held.id, held.receipt])
+    give_back(queue, held, session, way, delay=60)
     assert bodies(queue.receive(max_messages=5)) == [b"early id"]
     assert queue.receive(max_messages=5) == []
+
+
+@pytest.mark.parametrize("way", ["release", "fail", "in sql"])
+def test_later_messages_stay_out_of_sight_if_the_first_one_comes_back_at_once(
+    queue: Queue, session: Connection, way: str
+) -> None:
+    queue.send_all([NewMessage(b"1", key="a"), NewMessage(b"2", key="a")])
+    (first,) = queue.receive()
+    give_back(queue, first, session, way, delay=0)
+    assert numbers(queue) == (1, 0, 0, 1)
 
 
 ALONE = (
@@ -480,15 +495,21 @@ def test_an_acknowledgement_that_is_rolled_back_promotes_nothing(database: Datab
     assert bodies(queue.receive()) == [b"2"]
 
 
-def test_two_late_acknowledgements_of_one_key_at_once_strand_nothing(database: Database, queue: Queue) -> None:
+def two_of_one_key(database: Database, queue: Queue, third: NewMessage) -> tuple[Message, Message]:
+    """Receive two messages of a key, the second before the first is committed. The third waits behind them."""
     queue.definition()
     with database.transaction() as late:
         queue.send(b"1", key="a", connection=late)
-        queue.send_all([NewMessage(b"2", key="a"), NewMessage(b"3", key="a")])
+        queue.send_all([NewMessage(b"2", key="a"), third])
         (second,) = queue.receive()
     expire(database)
     (first,) = queue.receive()
     assert (first.body, second.body) == (b"1", b"2")
+    return first, second
+
+
+def test_two_late_acknowledgements_of_one_key_at_once_strand_nothing(database: Database, queue: Queue) -> None:
+    first, second = two_of_one_key(database, queue, NewMessage(b"3", key="a"))
     with psycopg.connect(database.dsn) as one, psycopg.connect(database.dsn) as two:
         queue.acknowledge(second, connection=one)
         two.execute("SET LOCAL lock_timeout = '2s'")
@@ -496,6 +517,19 @@ def test_two_late_acknowledgements_of_one_key_at_once_strand_nothing(database: D
         queue.acknowledge(first, connection=two)
         two.commit()
     assert bodies(queue.receive()) == [b"3"]
+
+
+def test_two_late_acknowledgements_of_one_key_at_once_keep_the_delay_of_the_next_message(
+    database: Database, queue: Queue, until_blocked: UntilBlocked
+) -> None:
+    first, second = two_of_one_key(database, queue, NewMessage(b"3", key="a", delay=60))
+    with ThreadPoolExecutor(1) as executor:
+        with database.transaction() as connection:
+            queue.acknowledge(second, connection=connection)
+            waiting = executor.submit(queue.acknowledge, first)
+            until_blocked()
+        waiting.result()
+    assert numbers(queue) == (0, 0, 1, 0)
 
 
 def test_purging_leaves_a_queue_that_works(queue: Queue) -> None:
