@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from psycopg.errors import CheckViolation
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.database import Connection, Database, Queries
@@ -51,6 +52,23 @@ def test_a_lone_append_is_one_round_trip(store: Store, said_by: SaidBy) -> None:
     assert store.append("order", "1", [change(2), change(3)], expected_version=1) == 3
     assert said.round_trips() == 1
     assert numbers(store.load("order", "1")) == [1, 2, 3]
+
+
+def test_an_append_at_a_version_that_is_not_the_last_one_is_tried_once(store: Store, said_by: SaidBy) -> None:
+    for number in range(2):
+        put(store, "1", number)
+    said = said_by(store.database)
+    with pytest.raises(ConcurrentAppendError):
+        store.append("order", "1", [change(2)], expected_version=3)
+    assert said.round_trips() == 2
+
+
+def test_an_append_that_the_server_refuses_for_another_reason_is_no_conflict(store: Store, session: Connection) -> None:
+    session.execute("ALTER TABLE eventsql.aggregate_change ADD CHECK (eql_version < 2)")
+    put(store, "1", 1)
+    with pytest.raises(DatabaseError) as failure:
+        put(store, "1", 2)
+    assert isinstance(failure.value.__cause__, CheckViolation)
 
 
 @pytest.mark.parametrize("joined", [False, True])
@@ -218,7 +236,7 @@ def test_a_later_version_never_comes_before_an_earlier_one(store: Store, session
     put(store, "1", 1, connection=younger)
     younger.commit()
     put(store, "1", 2, connection=older)
-    put(store, "1", 3, connection=older)
+    assert store.append("order", "1", [change(3)], expected_version=2, connection=older) == 3
     assert store.read_all() == []
     older.commit()
     found = [each for each in store.read_all() if each.aggregate_id == "1"]
