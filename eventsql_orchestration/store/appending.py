@@ -81,12 +81,6 @@ class Appender:
 
     def append(self, appending: Appending, connection: CallersConnection | None) -> tuple[int, bool]:
         """The aggregate's version after these changes, and whether they were stored now. See `Store.append`."""
-        if connection is not None and appending.ids:
-            # A change that is stored already would abort the caller's transaction.
-            with self._database.callers(connection) as joined:
-                stored = self._already_stored(joined, appending)
-            if stored is not None:
-                return stored, False
         for _ in range(_ATTEMPTS):
             version = (
                 self._append_alone(appending) if connection is None else self._append_joined(appending, connection)
