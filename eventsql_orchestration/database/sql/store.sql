@@ -45,7 +45,7 @@ WITH stored AS (
     SET eql_version = eql_version + %(count)s::bigint,
         eql_transaction = greatest(eql_transaction, pg_current_xact_id())
     WHERE eql_type = %(type)s::text AND eql_id = %(id)s::text AND eql_closed_at IS NULL
-      AND (%(expected)s::bigint = -2 OR %(expected)s::bigint > 0 AND eql_version = %(expected)s::bigint)
+      AND (%(expected)s::bigint = -2 OR eql_version = %(expected)s::bigint)
       AND NOT EXISTS (SELECT FROM stored)
     RETURNING eql_version, eql_transaction
 ), appendable AS (
