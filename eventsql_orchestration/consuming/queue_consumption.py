@@ -206,14 +206,7 @@ class QueueConsumption(Running):
                 self._uncertain.add(partition)
                 raise
             if handed.own > len(known) and not self._stop.is_set():
-                logger.warning(
-                    "%s: the database has lost acknowledgements in partition %d, as after a restore or a failover; "
-                    "their events are handed out again", self._name, partition,
-                )  # fmt: skip
-                # The next call gives back the events of this one, too, because of the order of keys.
-                self._uncertain.add(partition)
-                with self._fetching:
-                    self._due[partition] = 0.0
+                self._start_over(worker)
                 return
             with self._working:
                 if self._worker == worker:
@@ -229,6 +222,23 @@ class QueueConsumption(Running):
                     # The last event was settled meanwhile: the offset can move.
                     delay = 0.0
                 self._due[partition] = time.monotonic() + delay
+
+    def _start_over(self, worker: int) -> None:
+        """Give all events back, because the database does not know of all acknowledgements. Call with `_exchange`.
+
+        Otherwise an event would be handled again after a later event of its key, which this process has now. A handler
+        without a transaction acknowledges nothing afterwards; a transaction has locked its event.
+        """
+        with self._working:
+            self._backlog.clear()
+            self._due = dict.fromkeys(self._due, 0.0)
+            running = {each: self._backlog.unsettled(each) for each in self._due}
+        for partition, known in running.items():
+            self._deliveries.give_back_others(worker, partition, known if self._handler.in_transaction else ())
+        logger.warning(
+            "%s: the database has lost acknowledgements, as after a restore or a failover; the events are handed out "
+            "again", self._name,
+        )  # fmt: skip
 
     # Working
 

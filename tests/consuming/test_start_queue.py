@@ -874,11 +874,19 @@ GO_BACK = """
     UPDATE eventsql.consumer c SET eql_last_event_id = k.eql_last_event_id, eql_lease_owner = k.eql_lease_owner,
         eql_lease_expires_at = k.eql_lease_expires_at
     FROM kept_consumer k WHERE (c.eql_topic, c.eql_name) = (k.eql_topic, k.eql_name);
-    DELETE FROM eventsql.consumer_delivery;
-    DELETE FROM eventsql.consumer_cursor;
-    INSERT INTO eventsql.consumer_cursor OVERRIDING SYSTEM VALUE TABLE kept_cursor;
-    INSERT INTO eventsql.consumer_delivery TABLE kept_delivery;
+    UPDATE eventsql.consumer_cursor c SET eql_offset = k.eql_offset, eql_claimed_upto = k.eql_claimed_upto,
+        eql_unacknowledged = k.eql_unacknowledged
+    FROM kept_cursor k WHERE c.eql_id = k.eql_id;
+    INSERT INTO eventsql.consumer_delivery SELECT k.* FROM kept_delivery k
+    WHERE NOT EXISTS (SELECT FROM eventsql.consumer_delivery d WHERE d.eql_id = k.eql_id);
 """
+
+
+def keep(session: Connection) -> None:
+    """Keep the state of the consumers, to go back to it."""
+    for table in ("consumer", "consumer_cursor", "consumer_delivery"):
+        name = table.rpartition("consumer_")[2]
+        session.execute(f"CREATE TEMPORARY TABLE kept_{name} AS TABLE eventsql.{table}".encode())
 
 
 def test_events_whose_acknowledgements_the_database_has_lost_are_handed_out_again_in_the_order_of_their_key(
@@ -889,9 +897,7 @@ def test_events_whose_acknowledgements_the_database_has_lost_are_handed_out_agai
     seen = Seen(lambda _event: halt())
     with platform.consumers.start_queue("payments", "mailer", seen, polling_delay=POLLING):
         halt.await_reached()
-        for table in ("consumer", "consumer_cursor", "consumer_delivery"):
-            name = table.rpartition("consumer_")[2]
-            session.execute(f"CREATE TEMPORARY TABLE kept_{name} AS TABLE eventsql.{table}".encode())
+        keep(session)
         halt.end()
         until(lambda: at_rest(platform))
         session.execute(f"BEGIN; {GO_BACK} COMMIT".encode())
@@ -899,6 +905,67 @@ def test_events_whose_acknowledgements_the_database_has_lost_are_handed_out_agai
         until(lambda: at_rest(platform))
     assert seen.ids == [*ids, *ids, *later]
     assert [each.levelname for each in caplog.records if each.name == queue_consumption.__name__] == ["WARNING"]
+
+
+def test_an_event_that_a_process_handles_while_the_database_goes_back_is_handled_again_after_those_before_it(
+    platform: EventSQL, until: Until, halt: Halt, session: Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    ids = fill(platform, "aaa")
+    gate = threading.Event()
+
+    def handle(event: Event) -> None:
+        if event.id == ids[0]:
+            gate.wait()
+        elif event.id == ids[2]:
+            halt()
+
+    seen = Seen(handle)
+    with (
+        platform.consumers.start_queue("payments", "mailer", seen, polling_delay=POLLING),
+        ExitStack() as stack,
+    ):
+        stack.callback(gate.set)
+        until(lambda: kept(platform) == ids)
+        keep(session)
+        gate.set()
+        halt.await_reached()
+        until(lambda: kept(platform) == ids[2:])
+        session.execute(f"BEGIN; {GO_BACK} COMMIT".encode())
+        fill(platform, "b")
+        until(lambda: said(caplog))
+        halt.end()
+        until(lambda: at_rest(platform))
+    assert [each for each in seen.ids if each in ids] == ids * 2
+
+
+def test_a_handler_in_a_transaction_holds_no_other_event_up_while_the_database_goes_back(
+    platform: EventSQL, until: Until, halt: Halt, session: Connection
+) -> None:
+    ids = fill(platform, "ab")
+    gate, handled = threading.Event(), list[int]()
+
+    def handle(event: Event, _connection: Connection) -> None:
+        handled.append(event.id)
+        if event.id == ids[1]:
+            halt()
+        else:
+            gate.wait()
+
+    with (
+        platform.consumers.start_queue("payments", "mailer", handle, polling_delay=POLLING),
+        ExitStack() as stack,
+    ):
+        stack.callback(gate.set)
+        until(lambda: sorted(handled) == ids)
+        keep(session)
+        gate.set()
+        until(lambda: kept(platform) == ids[1:])
+        session.execute(f"BEGIN; {GO_BACK} COMMIT".encode())
+        ids += fill(platform, "c")
+        until(lambda: sorted(handled) == [ids[0], *ids])
+        halt.end()
+        until(lambda: at_rest(platform))
+    assert sorted(handled) == [ids[0], *ids]
 
 
 def test_acknowledgements_that_find_the_disk_full_are_one_line_in_the_log_until_they_are_written(
