@@ -245,10 +245,24 @@ def test_a_receive_reads_no_messages_that_were_acknowledged_while_a_snapshot_is_
     assert onwards <= 350
 
 
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_receive_that_finds_fewer_messages_than_it_may_take_looks_once(database: Database, *, ordered: bool) -> None:
+    queue = Queue(database, "commands", ordered=ordered)
+    queue.send(b"x", key="a")
+    scans = "SELECT pg_stat_get_xact_numscans('eventsql.queue_message_visible'::regclass)"
+    with database.transaction() as connection:
+        (before,) = connection.execute(scans).fetchone() or (0,)
+        assert len(connection.execute("SELECT FROM eventsql.queue_receive('commands', 10)").fetchall()) == 1
+        (after,) = connection.execute(scans).fetchone() or (0,)
+    # One for each priority.
+    assert after - before == 10
+
+
+@pytest.mark.parametrize("ordered", [False, True])
 def test_a_receive_of_a_backlog_begins_at_its_first_message_and_one_of_new_messages_0_1_s_ago(
-    database: Database,
+    database: Database, *, ordered: bool
 ) -> None:
-    queue = Queue(database, "commands")
+    queue = Queue(database, "commands", ordered=ordered)
     table = queue._shards.all()[0]
     first = datetime.now(UTC) - timedelta(hours=1)
     queue.send(b"x", due=first)
