@@ -514,6 +514,18 @@ def test_a_topic_that_is_repartitioned_and_back_stops_the_rebuild(world: World, 
     world.check()
 
 
+def test_a_view_whose_consumer_is_in_the_middle_of_a_repartitioning_is_not_rebuilt(world: World) -> None:
+    world.publish(*range(10))
+    world.platform.repartitioner.repartition(TOPIC, 3)
+    world.consume(most=1)
+    with pytest.raises(ViewConflictError):
+        world.views.rebuild(Counts())
+    for each in [*range(3)] * 2:
+        world.consume(partition=each)
+    assert world.views.rebuild(Counts()) == 10
+    world.check()
+
+
 @pytest.mark.parametrize(
     ("repartitioned", "groups"),
     [
