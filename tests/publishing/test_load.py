@@ -16,6 +16,7 @@ from eventsql_orchestration.errors import DatabaseBusyError, DatabaseError, Stuc
 from eventsql_orchestration.maintenance import repartitioning
 from eventsql_orchestration.publishing import batch_sizes
 from eventsql_orchestration.publishing.transfer import Transfer
+from eventsql_orchestration.storage.appending import BufferedBatch, LogAppender
 from eventsql_orchestration.storage.reading import LogReader
 from tests.forms import in_blocks, stored
 
@@ -216,6 +217,34 @@ def test_an_error_that_has_nothing_to_do_with_events_leaves_batches_as_they_are(
     refuse(1_000)
     platform.transfer.run_once()
     assert sizes(session) == [20]
+
+
+def test_a_batch_whose_end_takes_too_long_to_find_is_a_smaller_one(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = LogAppender.batch
+
+    def find_few(*of: Any, limit: int, **options: Any) -> BufferedBatch:
+        if limit > 5:
+            raise psycopg.errors.QueryCanceled("canceling statement due to statement timeout")
+        return find(*of, limit=limit, **options)
+
+    publish(platform, *range(20))
+    monkeypatch.setattr(LogAppender, "batch", find_few)
+    assert platform.transfer.run_once() == {"orders": 20}
+    assert read(platform) == list(range(20))
+
+
+def test_a_publisher_whose_role_was_refused_a_log_leaves_it_to_the_transfer(
+    platform: EventSQL, refuse: Callable[..., None]
+) -> None:
+    batch = [Publication("orders", b"%d" % number) for number in range(100)]
+    refuse(0, state="42501")
+    platform.publisher.publish_all(batch)
+    refuse(1_000)
+    platform.publisher.publish_all(batch)
+    assert read(platform) == []
+    assert platform.transfer.run_once() == {"orders": 200}
 
 
 def end_sessions(session: Connection) -> None:
