@@ -15,6 +15,7 @@ from eventsql_orchestration.database import driver_connection
 from eventsql_orchestration.errors import DatabaseBusyError, DatabaseError, StuckEventError
 from eventsql_orchestration.maintenance import repartitioning
 from eventsql_orchestration.publishing import batch_sizes
+from eventsql_orchestration.publishing.log_room import LogRoom
 from eventsql_orchestration.publishing.transfer import Transfer
 from eventsql_orchestration.storage.appending import BufferedBatch, LogAppender
 from eventsql_orchestration.storage.reading import LogReader
@@ -233,6 +234,21 @@ def test_a_batch_whose_end_takes_too_long_to_find_is_a_smaller_one(
     monkeypatch.setattr(LogAppender, "batch", find_few)
     assert platform.transfer.run_once() == {"orders": 20}
     assert read(platform) == list(range(20))
+
+
+def test_a_batch_keeps_its_size_if_the_server_cannot_make_room_in_the_log(
+    platform: EventSQL, session: Connection, refuse: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_args: object, **_options: object) -> None:
+        raise psycopg.errors.QueryCanceled("canceling statement due to statement timeout")
+
+    refuse(1_000)
+    publish(platform, *range(20))
+    with monkeypatch.context() as patched, pytest.raises(DatabaseError):
+        patched.setattr(LogRoom, "make", fail)
+        platform.transfer.run_once()
+    platform.transfer.run_once()
+    assert sizes(session) == [20]
 
 
 def test_a_publisher_whose_role_was_refused_a_log_leaves_it_to_the_transfer(
