@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
@@ -438,19 +438,25 @@ def test_a_message_is_settled_after_the_commit_that_it_waited_for_also_at_anothe
         settling.result()
 
 
+@contextmanager
+def consumed_as_queue(dsn: str) -> Iterator[Deliveries]:
+    """A topic with three events, and a consumer that acknowledges each by itself."""
+    with EventSQL(dsn, transfer=False) as platform:
+        register(platform)
+        platform.publisher.publish_all(orders(3))
+        platform.transfer.run_once()
+        (shard,) = platform.shards
+        yield Deliveries(shard.database, shard.dead_letters, "orders", "sums", by_key=True, lease=60.0, most=10)
+
+
 def test_an_event_is_acknowledged_after_the_commit_that_it_waited_for_also_at_another_level(
     pooled_dsn: str, direct_dsn: str, repeatable_read: None, until_blocked: UntilBlocked
 ) -> None:
     with (
-        EventSQL(pooled_dsn, transfer=False) as platform,
+        consumed_as_queue(pooled_dsn) as own,
         psycopg.connect(direct_dsn) as changing,
         ThreadPoolExecutor() as executor,
     ):
-        register(platform)
-        platform.publisher.publish_all(orders(3))
-        platform.transfer.run_once()
-        shard = platform.shards[0]
-        own = Deliveries(shard.database, shard.dead_letters, "orders", "sums", by_key=True, lease=60.0, most=10)
         worker = own.register("worker")
         handed = [each for partition in range(3) for each in own.hand_out(worker, partition, 10).deliveries]
         changing.execute("UPDATE eventsql.consumer_delivery SET eql_due_at = eql_due_at")
@@ -464,15 +470,10 @@ def test_a_process_gets_its_number_after_the_commit_that_it_waited_for_also_at_a
     pooled_dsn: str, direct_dsn: str, repeatable_read: None, until_blocked: UntilBlocked
 ) -> None:
     with (
-        EventSQL(pooled_dsn, transfer=False) as platform,
+        consumed_as_queue(pooled_dsn) as own,
         psycopg.connect(direct_dsn) as changing,
         ThreadPoolExecutor() as executor,
     ):
-        register(platform)
-        platform.publisher.publish_all(orders(3))
-        platform.transfer.run_once()
-        shard = platform.shards[0]
-        own = Deliveries(shard.database, shard.dead_letters, "orders", "sums", by_key=True, lease=60.0, most=10)
         worker = own.register("an ended worker")
         for partition in range(3):
             own.hand_out(worker, partition, 10)
