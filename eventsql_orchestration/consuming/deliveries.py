@@ -375,7 +375,9 @@ class Deliveries:
 
     def _handled(self, deliveries: Sequence[Delivery]) -> None:
         """Forget how long handled events have waited."""
-        waited = [self._waiting.pop((each.cursor, each.event.id), None) for each in deliveries if self._waiting]
+        if not self._waiting:
+            return
+        waited = [self._waiting.pop((each.cursor, each.event.id), None) for each in deliveries]
         if self._told is not None and any(since is not None for since in waited):
             self._told = None
             logger.info("%s goes on with %s", self._where, self._database)
