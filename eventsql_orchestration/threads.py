@@ -6,13 +6,17 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import ParamSpec, TypeVar
+from typing import Final, ParamSpec, TypeVar
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+
+SIGNAL_SECONDS: Final = 0.5
+"""The longest wait of a main thread before it looks for a signal. A signal that arrives just before a wait begins does
+not end the wait: Python handles the signal after it."""
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +77,13 @@ def in_thread(name: str, function: Callable[[], Result], *, daemon: bool = True)
 
     start_thread(name, run, daemon=daemon)
     return result
+
+
+def result_of(future: Future[Result]) -> Result:
+    """Wait for the result of a function that runs in a thread. Ctrl-C always ends the wait."""
+    while not wait((future,), SIGNAL_SECONDS).done:
+        pass
+    return future.result()
 
 
 def join_all(threads: Iterable[threading.Thread], deadline: float) -> None:

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from typing import Final, NoReturn
 
@@ -16,7 +17,7 @@ from eventsql_orchestration.sharding import ShardSet
 from eventsql_orchestration.shards.cluster import Cluster
 from eventsql_orchestration.shards.router import Router
 from eventsql_orchestration.shards.shard import Shard
-from eventsql_orchestration.threads import start_thread
+from eventsql_orchestration.threads import SIGNAL_SECONDS, in_thread, result_of
 
 _FEED_EVENTS: Final = 500
 _FEED_CHUNKS: Final = 8
@@ -44,7 +45,7 @@ class _Feed:
         self._chunks = self._taken()
         self._pending: list[Publication] = []
         self._aborted = False
-        self._thread = start_thread("publish", self._run, cluster, shard, placed)
+        self._running = in_thread("publish", partial(self._run, cluster, shard, placed))
 
     def _run(self, cluster: Cluster, shard: Shard, placed: ShardSet) -> None:
         try:
@@ -69,9 +70,14 @@ class _Feed:
     def put(self, publication: Publication) -> None:
         self._pending.append(publication)
         if len(self._pending) >= _FEED_EVENTS:
-            self._room.get()
+            self._await_room()
             self._queue.put(self._pending)
             self._pending = []
+
+    def _await_room(self) -> None:
+        while True:
+            with suppress(queue.Empty):
+                return self._room.get(timeout=SIGNAL_SECONDS)
 
     def check(self) -> None:
         """Raise the error of the shard, if it failed."""
@@ -92,7 +98,7 @@ class _Feed:
         self._queue.put(None)
 
     def join(self) -> None:
-        self._thread.join()
+        result_of(self._running)
 
 
 def publish_stream(cluster: Cluster, router: Router, publications: Iterator[Publication]) -> int:

@@ -381,8 +381,17 @@ def test_the_transfer_waits_for_the_first_shard(
 
 
 PUBLISHES = """
-import sys
+import _thread, sys, threading, time
 from eventsql_orchestration import EventSQL, Publication
+
+def interrupt_at_a_line(main=threading.get_ident()):
+    sys.stdin.readline()
+    place = None
+    while place != (place := (sys._current_frames()[main].f_code, sys._current_frames()[main].f_lasti)):
+        time.sleep(0.05)
+    _thread.interrupt_main()
+
+threading.Thread(target=interrupt_at_a_line, daemon=True).start()
 with EventSQL(*sys.argv[1:], transfer=False) as platform:
     platform.publisher.publish_all(Publication("orders", b"", key=key) for key in %r * %d)
 """
@@ -390,15 +399,18 @@ with EventSQL(*sys.argv[1:], transfer=False) as platform:
 
 @pytest.mark.parametrize("times", [1, 50_000], ids=["in memory", "longer than memory"])
 def test_ctrl_c_ends_a_process_while_a_shard_does_not_answer(platform: EventSQL, until: Until, times: int) -> None:
+    """As after a signal that arrives just before a wait begins, nothing wakes the main thread."""
     dsns = [shard.database.dsn for shard in platform.shards]
     keys = [next(key for key in KEYS if platform.shard_of(key) is shard) for shard in platform.shards]
     waiting = "SELECT FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
     with psycopg.connect(dsns[0]) as connection, psycopg.connect(dsns[0], autocommit=True) as looking:
         # The first shard of a batch is written in a thread.
         connection.execute("LOCK TABLE eventsql.event_buffer, eventsql.event_buffer_lock")
-        process = subprocess.Popen([sys.executable, "-c", PUBLISHES % (keys, times), *dsns], stderr=subprocess.DEVNULL)
+        command = [sys.executable, "-c", PUBLISHES % (keys, times), *dsns]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
         until(lambda: looking.execute(waiting).rowcount == 1)
-        process.send_signal(signal.SIGINT)
+        assert process.stdin is not None
+        process.stdin.close()
         try:
             # It stands for ever if it waits for the thread.
             assert process.wait(PATIENCE) == -signal.SIGINT
