@@ -27,6 +27,7 @@ from eventsql_orchestration.cli.doctor_consumers import (
     unattended_findings,
 )
 from eventsql_orchestration.cli.doctor_database import (
+    collation_findings,
     rights_findings,
     schema_finding,
     server_finding,
@@ -202,6 +203,7 @@ def _database(context: CliContext, shard: Shard, stalled_after: float) -> Iterat
     yield ok("database", f"{database}, {named}")
     yield server
     yield from servers_finding(database)
+    yield from collation_findings(database)
     schema = schema_finding(database, embedded=embedded)
     yield schema
     # A migration may wait for one of them.

@@ -22,6 +22,9 @@ from eventsql_orchestration.validation import age, counted
 _OLDEST_SERVER: Final = 14
 """The oldest PostgreSQL that still gets fixes."""
 
+_COLLATION_VERSIONS_SINCE: Final = 15_00_00
+"""The first PostgreSQL that keeps the version of a database's collation."""
+
 _CONNECT_SECONDS: Final = 3
 """The longest wait for a server of the URL that does not answer. A standby may be down."""
 
@@ -45,6 +48,25 @@ def server_finding(database: Database) -> Finding:
         )
         return problem("server", f"PostgreSQL {major}.{minor} is set to read only for this role and database", remedy)
     return ok("server", f"PostgreSQL {major}.{minor}")
+
+
+def collation_findings(database: Database) -> Iterator[Finding]:
+    """Indexes on text that another version of the collation has sorted: searches miss rows, and unique keys repeat."""
+    with database.errors(), database.engine.connect() as connection:
+        driver = driver_connection(connection)
+        if driver.info.server_version < _COLLATION_VERSIONS_SINCE:
+            return
+        rows = fetch_all(driver, Queries("sessions", database.schema)("collation"), prepare=False)
+    for name, sorted_by, present in rows:
+        own = sql.Identifier(name).as_string()
+        again = f"REINDEX DATABASE {own}; then ALTER DATABASE {own} REFRESH COLLATION VERSION"
+        yield problem(
+            "server",
+            f"indexes of database {name} on text are sorted by version {sorted_by} of the database's collation, and "
+            f"the server has {'none' if present is None else f'version {present}'}, as after an upgrade of its "
+            "operating system: searches may miss rows, and unique keys may repeat",
+            f"stop the programs; {again if present else 'dump the database, and restore it into a new one'}",
+        )
 
 
 def servers_finding(database: Database) -> Iterator[Finding]:

@@ -423,6 +423,35 @@ def test_a_transaction_that_stays_open_is_named_with_the_statement_that_ends_it(
             forgotten.execute("SELECT")
 
 
+def test_indexes_that_another_version_of_the_collation_has_sorted_are_a_problem_until_they_are_sorted_again(
+    run: Run, dsn: str
+) -> None:
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        if connection.info.server_version < 15_00_00:
+            assert [each["status"] for each in diagnose(run)[1]["server"]] == ["ok"]
+            return
+        own = "FROM pg_database WHERE datname = current_database()"
+        recorded, present = connection.execute(
+            f"SELECT datcollversion, pg_database_collation_actual_version(oid) {own}"
+        ).fetchone() or ("", "")
+        update = "UPDATE pg_database SET datcollversion = %s WHERE datname = current_database()"
+        connection.execute(update, ["0.9"])
+
+        code, findings = diagnose(run)
+        _, finding = findings["server"]
+        assert (code, finding["status"]) == (1, "problem")
+        assert "sorted by version 0.9" in finding["message"]
+        if present is None:
+            assert "the server has none" in finding["message"]
+            connection.execute(update, [recorded])
+        else:
+            assert f"the server has version {present}" in finding["message"]
+            _, reindex, refresh = finding["remedy"].split("; ")
+            connection.execute(reindex)
+            connection.execute(refresh.removeprefix("then "))
+        assert len(diagnose(run)[1]["server"]) == 1
+
+
 def test_a_paused_consumer_is_a_warning(run: Run, consumer: str, platform: EventSQL) -> None:
     platform.registry.pause(TOPIC, consumer)
     code, findings = diagnose(run)

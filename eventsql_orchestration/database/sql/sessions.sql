@@ -42,6 +42,12 @@ WHERE name = ANY (ARRAY['statement_timeout', 'transaction_timeout', 'idle_in_tra
 SELECT set_config('lock_timeout', '10s', true) FROM pg_settings
 WHERE name = 'lock_timeout' AND (setting::int = 0 OR setting::int > 10000);
 
+-- collation -- The database, the version of the collation that its indexes on text were sorted by, and the server's present
+-- version, NULL if it has none. No row if both are the same. From PostgreSQL 15 on.
+SELECT datname::text, datcollversion, pg_database_collation_actual_version(oid)
+FROM pg_database
+WHERE datname = current_database() AND datcollversion <> coalesce(pg_database_collation_actual_version(oid), '');
+
 -- has_schema -- Whether there is a schema of this name.
 SELECT to_regnamespace(%(schema)s) IS NOT NULL;
 
