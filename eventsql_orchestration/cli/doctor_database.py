@@ -15,6 +15,7 @@ from eventsql_orchestration.database.queries import statement
 from eventsql_orchestration.database.roles import Roles
 from eventsql_orchestration.database.rows import fetch_all
 from eventsql_orchestration.database.sessions import connect
+from eventsql_orchestration.database.translation import IF_LOST
 from eventsql_orchestration.database.urls import each_server
 from eventsql_orchestration.errors import PermissionDeniedError
 from eventsql_orchestration.validation import age, counted
@@ -107,7 +108,7 @@ def schema_finding(database: Database, *, embedded: bool) -> Finding:
         return ok("schema", f"{database.schema} {found}; the first command creates it")
     remedy = "eventsql migrate"
     if revision is None:
-        remedy += "; if it was there before, rename it back or restore a backup instead"
+        remedy += f"; {IF_LOST}"
     return problem("schema", f"{database.schema} {found}", remedy)
 
 

@@ -28,7 +28,14 @@ from eventsql_orchestration.database.pool import Pool, plain
 from eventsql_orchestration.database.queries import statement
 from eventsql_orchestration.database.sessions import ISOLATION, connect, leave_read_only
 from eventsql_orchestration.database.single_statement import RawRow, SingleStatement
-from eventsql_orchestration.database.translation import describe, driver_error, ran_by_us, translate, translate_own
+from eventsql_orchestration.database.translation import (
+    IF_LOST,
+    describe,
+    driver_error,
+    ran_by_us,
+    translate,
+    translate_own,
+)
 from eventsql_orchestration.database.urls import connect_arguments, label, parse_dsn, render, split_direct
 from eventsql_orchestration.errors import (
     ConfigurationError,
@@ -334,10 +341,8 @@ class Database:
             found = "missing"
             if revision is not None:
                 found = f"at revision {revision}, this package needs {migrations.HEAD}"
-            raise SchemaOutdatedError(
-                f"schema {self.schema!r} of {self} is {found}: run "
-                "`eventsql migrate`" + ("" if self.has_tables() else ", or `eventsql topic create` makes the tables")
-            )
+            instead = "" if self.has_tables() else f", or `eventsql topic create` makes the tables; {IF_LOST}"
+            raise SchemaOutdatedError(f"schema {self.schema!r} of {self} is {found}: run `eventsql migrate`{instead}")
         self.migrate()
         # The migration may have changed the role's rights.
         self.revision()

@@ -104,7 +104,8 @@ def translate(error: Exception, where: str, schema: str) -> EventSQLError | None
         case (
             psycopg.errors.UndefinedTable() | psycopg.errors.UndefinedColumn() | psycopg.errors.InvalidSchemaName()
         ) if re.search(rf"\b{re.escape(schema)}\b|eql_", detail):
-            kind, meaning = SchemaOutdatedError, f"lacks a table of the platform ({detail}): run `eventsql migrate`"
+            kind = SchemaOutdatedError
+            meaning = f"lacks a table of the platform ({detail}): run `eventsql migrate`; {IF_LOST}"
         case psycopg.ProgrammingError(sqlstate=None) if "connection option" in detail:
             kind, meaning = ConfigurationError, f"has a URL that cannot be used ({detail})"
         case psycopg.OperationalError(sqlstate=sqlstate) if sqlstate is None or sqlstate.startswith(_CONNECTION):
@@ -121,6 +122,9 @@ _NO_SLOT: Final = ("too many clients", "too many connections for", "connection s
 
 MORE_CONNECTIONS: Final = "end sessions that nobody needs, raise the limit on connections, or use a pooler"
 """What helps if a server has no connection left."""
+
+IF_LOST: Final = "if it was there before, rename it back or restore a backup instead"
+"""What helps if a schema or a table was dropped or renamed. A migration would make an empty schema."""
 
 REFUSED: Final = "refused the connection"
 """Words of the error for a server that runs, and that lets this user not in."""

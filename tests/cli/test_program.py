@@ -20,6 +20,7 @@ from eventsql_orchestration.cli import main
 from eventsql_orchestration.cli.application import whole_program
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from eventsql_orchestration.database.translation import IF_LOST
 from tests.cli.conftest import PROGRAM, Run, Start, one_line
 from tests.waiting import PATIENCE
 
@@ -363,7 +364,7 @@ def test_the_first_topic_makes_the_tables_of_a_named_database(invoke: Run, serve
             looked = invoke("--dsn", dsn, *command.split(), stdin="1\n")
             assert looked.exit_code == 1
             assert "is missing: run `eventsql migrate`" in one_line(looked)
-            assert one_line(looked).endswith("or `eventsql topic create` makes the tables")
+            assert one_line(looked).endswith(f"or `eventsql topic create` makes the tables; {IF_LOST}")
         with closing(psycopg.connect(dsn)) as connection:
             assert connection.execute("SELECT to_regnamespace('eventsql')").fetchone() == (None,)
 

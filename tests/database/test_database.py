@@ -28,6 +28,7 @@ from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.database import CallersConnection, Connection, Database, fair_pool, sessions, tables
 from eventsql_orchestration.database.connections import driver_connection
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from eventsql_orchestration.database.translation import IF_LOST
 from eventsql_orchestration.errors import (
     ClosedError,
     ConfigurationError,
@@ -593,12 +594,21 @@ def test_errors_of_the_callers_own_statements_pass_as_they_are(database: Databas
 
 
 @pytest.mark.parametrize(
-    "drop", ["DROP TABLE eventsql.topic CASCADE", "ALTER TABLE eventsql.topic DROP eql_compression CASCADE"]
+    "drop",
+    [
+        "DROP TABLE eventsql.topic CASCADE",
+        "ALTER TABLE eventsql.topic DROP eql_compression CASCADE",
+        "ALTER SCHEMA eventsql RENAME TO former",
+    ],
 )
-def test_a_missing_table_of_the_platform_is_named_with_the_command_that_makes_it(database: Database, drop: str) -> None:
-    run(database, drop)()
-    with EventSQL(database.dsn) as platform, pytest.raises(SchemaOutdatedError, match="run `eventsql migrate`"):
-        platform.registry.topics()
+def test_a_missing_table_of_the_platform_is_named_with_what_helps_if_it_was_there_before(
+    database: Database, drop: str
+) -> None:
+    with EventSQL(database.dsn) as platform:
+        platform.open()
+        run(database, drop)()
+        with pytest.raises(SchemaOutdatedError, match=f"run `eventsql migrate`; {IF_LOST}"):
+            platform.registry.topics()
 
 
 def test_the_log_of_a_deleted_topic_is_a_topic_that_is_not_found(database: Database) -> None:
