@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 import time
@@ -42,6 +43,10 @@ Backoff: TypeAlias = Callable[[int], float]
 FIRST_PAUSE: Final = 1.0
 LONGEST_PAUSE: Final = 300.0
 """Seconds that a message waits after its first failure, and at most."""
+
+_FULL_AGAIN: Final = 60.0
+"""A full disk after more seconds than this without one is a new line in the log: other processes may have handled the
+messages that have waited for room."""
 
 _LONGEST_REASON: Final = 1_000
 """The most characters of an error in a message's history."""
@@ -99,6 +104,9 @@ class QueueWorkers(Running):
         self._lock = threading.Lock()
         self._held = HeldMessages(queue)
         self._lost = LostConnections()
+        self._waiting: set[tuple[str | None, int]] = set()
+        """Messages that have met a full disk, until one of them is handled."""
+        self._full_at = 0.0
         self._subscriptions = ExitStack()
         self.handled = 0
         """The number of messages that were handled and acknowledged."""
@@ -208,7 +216,7 @@ class QueueWorkers(Running):
         except BaseException as error:  # noqa: BLE001 - a handler may raise anything, and ends no thread
             if disk_is_full(error):
                 self._give_back([message])
-                logger.warning("message %s of queue %r waits for room: %s", message.id, self._queue.name, error)
+                self._note_full(message, error)
                 self._stop.wait(LONGEST_AWAY)
             elif self._is_blameless(message, connection, error):
                 self._give_back_once_possible(message)
@@ -217,6 +225,22 @@ class QueueWorkers(Running):
         else:
             with self._lock:
                 self.handled += 1
+                has_room = (message.shard, message.id) in self._waiting
+                if has_room:
+                    self._waiting.clear()
+            if has_room:
+                logger.info("the workers of queue %r go on", self._queue.name)
+
+    def _note_full(self, message: Message, error: BaseException) -> None:
+        """Log that a message waits for room: once, whichever worker meets the full disk, while it lasts."""
+        now = time.monotonic()
+        with self._lock:
+            if now - self._full_at > _FULL_AGAIN:
+                self._waiting.clear()
+            self._full_at = now
+            level = logging.DEBUG if self._waiting else logging.WARNING
+            self._waiting.add((message.shard, message.id))
+        logger.log(level, "message %s of queue %r waits for room: %s", message.id, self._queue.name, error)
 
     def _is_blameless(self, message: Message, connection: Connection | None, error: BaseException) -> bool:
         """Whether the handler of a message was not called, or its connection was lost and the message is not to blame.

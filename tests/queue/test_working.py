@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Collection
 from contextlib import AbstractContextManager, ExitStack
@@ -122,6 +123,29 @@ def test_a_message_whose_handler_finds_the_disk_full_spends_no_receive(queue: Qu
         assert workers.failed == 0
     (message,) = queue.receive()
     assert (message.receives, message.history) == (3, ())
+
+
+def test_a_full_disk_is_one_line_in_the_log_while_it_lasts(
+    queue: Queue, until: Until, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eventsql_orchestration.queue.worker.LONGEST_AWAY", 0.0)
+    caplog.set_level(logging.INFO, logger="eventsql_orchestration.queue.worker")
+    tried = 0
+
+    def find_it_full(message: Message, connection: Connection) -> None:
+        nonlocal tried
+        if message.body == b"large":
+            tried += 1
+            if tried < 20:
+                connection.execute(DISK_IS_FULL)
+
+    queue.send_all([b"large", b"small", b"small"])
+    with queue.work(find_it_full, workers=2, max_messages=1) as workers:
+        until(lambda: workers.handled == 3)
+    said = [(record.levelno, record.getMessage()) for record in caplog.records]
+    assert [level for level, _ in said] == [logging.WARNING, logging.INFO], said
+    assert "waits for room" in said[0][1]
+    assert "go on" in said[1][1]
 
 
 @pytest.mark.parametrize("wraps", [False, True])
