@@ -929,13 +929,13 @@ def test_a_consumer_whose_threads_cannot_all_start_leaves_neither_threads_nor_su
     assert platform.shards[0].listener._callbacks == {}
 
 
-def test_a_consumer_goes_on_with_its_threads_where_a_new_partition_gets_none(
-    until: Until, monkeypatch: pytest.MonkeyPatch
+def test_a_consumer_goes_on_with_its_threads_and_says_so_only_once_a_new_partition_has_one(
+    until: Until, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    threads, polled = list[threading.Thread](), list[int]()
+    threads, polled, free = list[threading.Thread](), list[int](), threading.Event()
 
     def start(*given: Any) -> threading.Thread:
-        if len(threads) == 2:
+        if len(threads) == 2 and not free.is_set():
             raise RuntimeError("can't start new thread")
         threads.append(start_thread(*given))
         return threads[-1]
@@ -947,7 +947,13 @@ def test_a_consumer_goes_on_with_its_threads_where_a_new_partition_gets_none(
     monkeypatch.setattr(running, "start_thread", start)
     monkeypatch.setattr(running, "FAULT_DELAY", 0.01)
     known = [ConsumerPartition("orders", "mailer", 0)]
-    with Consumption(
-        known, where="here", look=lambda _asked: {0: 0.0, 1: 0.0}, poll=poll, polling_delay=0.01, workers=2
+    with (
+        caplog.at_level(logging.INFO, running.__name__),
+        Consumption(
+            known, where="here", look=lambda _asked: {0: 0.0, 1: 0.0}, poll=poll, polling_delay=0.01, workers=2
+        ),
     ):
-        until(lambda: min(map(polled.count, (0, 1))) > 1)
+        until(lambda: min(map(polled.count, (0, 1))) > 1 and len(caplog.records) > 1)
+        assert {record.levelno for record in caplog.records} == {logging.ERROR}
+        free.set()
+        until(lambda: caplog.records[-1].levelno == logging.INFO)
