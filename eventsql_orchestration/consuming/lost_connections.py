@@ -11,6 +11,7 @@ from typing import Final
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.load import disk_is_full
 from eventsql_orchestration.database.translation import ended_for_time
+from eventsql_orchestration.model import how_often
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +55,15 @@ class LostConnections:
         """
         if not connection.broken or ended_for_time(error):
             return True
-        return self.too_often(key, f"{what} lost its connection", error)
+        if self.too_often(key, f"{what} lost its connection"):
+            return True
+        logger.warning(
+            "%s lost its connection %s, which counts as a failure only after %d times and %.0f s: %s",
+            what, how_often(self.so_far(key)), FREE_LOSSES, FREE_SECONDS, error,
+        )  # fmt: skip
+        return False
 
-    def too_often(self, key: Hashable, what: str, error: BaseException) -> bool:
+    def too_often(self, key: Hashable, what: str) -> bool:
         """Note an error that may pass by itself; gives whether the event or message has met too many of them.
 
         `what` says what has happened to which event, for the log.
@@ -69,8 +76,4 @@ class LostConnections:
         if losses >= FREE_LOSSES and now - first >= FREE_SECONDS:
             logger.warning("%s %d times, and has failed: see the server's log", what, losses + 1)
             return True
-        logger.warning(
-            "%s %d times, which counts as a failure only after %d times and %.0f s: %s",
-            what, losses + 1, FREE_LOSSES, FREE_SECONDS, error,
-        )  # fmt: skip
         return False

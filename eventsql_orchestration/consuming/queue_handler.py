@@ -93,5 +93,5 @@ class HandlerOfOne:
         if isinstance(error, DatabaseUnavailableError | DatabaseFullError) or disk_is_full(error):
             return ended_for_time(error)
         if isinstance(error, DatabaseBusyError) or is_transient(error):
-            return self._lost.too_often(key, f"{what} met a conflict or a timeout", error)
+            return self._lost.too_often(key, f"{what} met a conflict or a timeout")
         return True

@@ -302,8 +302,9 @@ def test_the_next_full_disk_is_a_line_in_the_log_although_another_process_has_ha
 
 @pytest.mark.parametrize("in_transaction", [True, False])
 def test_an_event_whose_handler_always_meets_a_conflict_becomes_a_dead_letter(
-    platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch, in_transaction: bool
-) -> None:
+    platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    in_transaction: bool,
+) -> None:  # fmt: skip
     monkeypatch.setattr(lost_connections, "FREE_SECONDS", 0.0)
     platform.registry.register_topic(Topic("payments_dlt"))
     fill(platform, "a")
@@ -322,6 +323,9 @@ def test_an_event_whose_handler_always_meets_a_conflict_becomes_a_dead_letter(
         until(lambda: at_rest(platform))
     assert len(calls) == FREE_LOSSES + 3
     assert platform.transfer.run_once() == {"payments_dlt": 1}
+    told = [each.name for each in caplog.records if each.levelno >= logging.WARNING]
+    assert told.count(lost_connections.__name__) == 3
+    assert told.count(deliveries.__name__) == 4
 
 
 @pytest.mark.parametrize(
