@@ -22,7 +22,7 @@ import psycopg
 
 from eventsql_orchestration.database import Connection, Database, Queries, is_pooled, is_quiet
 from eventsql_orchestration.database.binary import microseconds
-from eventsql_orchestration.database.load import too_much
+from eventsql_orchestration.database.load import disk_is_full, too_much
 from eventsql_orchestration.database.rows import fetch_first
 from eventsql_orchestration.database.translation import describe
 from eventsql_orchestration.errors import StuckEventError
@@ -212,7 +212,8 @@ class LogWriter:
         """Move one batch of `topic`, up to buffer id `newest`, in its own transaction.
 
         Gives the number of events, or None if another transaction holds the topic. Raises `SmallerBatchError` if the
-        batch failed and a smaller one is to be tried, `StuckEventError` if a batch of one event failed.
+        batch failed and a smaller one is to be tried, `StuckEventError` if a batch of one event failed although the
+        disk is not full.
         """
         self._tried, self.more = None, False
         try:
@@ -278,7 +279,7 @@ class LogWriter:
             return
         if events > 1:
             raise SmallerBatchError(f"{events:,} events of topic {topic!r} at once: {describe(error)}") from error
-        if upto is not None:
+        if upto is not None and not disk_is_full(error):
             raise self._stuck(topic, upto, error) from error
 
     def _stuck(self, topic: str, buffer_id: int, error: psycopg.Error) -> StuckEventError:
@@ -287,8 +288,8 @@ class LogWriter:
             size, events = fetch_first(self._open(), self._queries("buffered_size"), {"id": buffer_id}) or (None, None)
         what = f"event {buffer_id}" if events is None else f"block {buffer_id} of {events:,} events"
         return StuckEventError(
-            f"the events of topic {topic!r} stay in the buffer of {self._database} from {what} on, which cannot be "
-            f"moved even alone{'' if size is None else f' ({size:,} bytes)'}: {describe(error)}",
+            f"the events of topic {topic!r} stay in the buffer of {self._database} from {what} on, which could not "
+            f"be moved even alone{'' if size is None else f' ({size:,} bytes)'}: {describe(error)}",
             topic=topic, buffer_id=buffer_id, size=size,
         )  # fmt: skip
 

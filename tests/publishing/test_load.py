@@ -12,7 +12,7 @@ from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.consuming.commit_retry import CommitRetryLimits
 from eventsql_orchestration.database import driver_connection
-from eventsql_orchestration.errors import DatabaseBusyError, DatabaseError, StuckEventError
+from eventsql_orchestration.errors import DatabaseBusyError, DatabaseError, DatabaseFullError, StuckEventError
 from eventsql_orchestration.maintenance import repartitioning
 from eventsql_orchestration.publishing import batch_sizes
 from eventsql_orchestration.publishing.log_room import LogRoom
@@ -185,6 +185,17 @@ def test_an_event_that_cannot_be_moved_alone_is_named_and_those_before_it_are_mo
         platform.transfer.run_once()
     refuse(1_000)
     assert platform.transfer.run_once() == {"orders": 3}
+
+
+def test_an_event_that_finds_the_disk_full_is_not_one_to_take_out_of_the_buffer(
+    platform: EventSQL, refuse: Callable[..., None]
+) -> None:
+    publish(platform, 1, 2)
+    refuse(0, state="53100")
+    with pytest.raises(DatabaseFullError):
+        platform.transfer.run_once()
+    refuse(2)
+    assert platform.transfer.run_once() == {"orders": 2}
 
 
 def test_the_batches_of_other_topics_stay_as_they_are(platform: EventSQL, refuse: Callable[..., None]) -> None:
