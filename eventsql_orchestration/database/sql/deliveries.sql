@@ -165,12 +165,13 @@ SELECT EXISTS (
       AND EXISTS (SELECT FROM {schema}.consumer_delivery d WHERE d.eql_cursor = k.eql_id)
 );
 
--- resume -- Let the failed events of a consumer be due at once, with all their attempts; those that are being handled now
--- are left alone.
+-- resume -- Let the events of a consumer that failed, or that wait for a database, be due at once, with all their attempts;
+-- those that are being handled now are left alone.
 WITH failed AS MATERIALIZED (
     SELECT d.eql_cursor, d.eql_id
     FROM {schema}.consumer_cursor k JOIN {schema}.consumer_delivery d ON d.eql_cursor = k.eql_id
-    WHERE k.eql_topic = %(topic)s AND k.eql_consumer = %(consumer)s AND d.eql_attempts > 0
+    WHERE k.eql_topic = %(topic)s AND k.eql_consumer = %(consumer)s
+      AND (d.eql_attempts > 0 OR d.eql_due_at IS NOT NULL)
     FOR UPDATE OF d SKIP LOCKED
 )
 UPDATE {schema}.consumer_delivery d
