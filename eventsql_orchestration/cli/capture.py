@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Final, TypeAlias
 
 import click
-from rich.progress import TimeElapsedColumn
 
 from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
@@ -70,7 +69,7 @@ def create(
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int], None]]:
-    with progress_bar("{task.description}", TimeElapsedColumn()) as progress:
+    with progress_bar("{task.description}", lazy.TimeElapsedColumn()) as progress:
         task = progress.add_task("waiting for the table's writers", total=None)
         yield lambda rows: progress.update(task, description=f"{counted(rows, 'row')} read")
 
@@ -81,7 +80,12 @@ def list_captures(context: CliContext, as_json: AsJson) -> None:
     with context.platform() as platform:
         captures, idle = platform.captures.list(), platform.captures.idle_triggers()
     context.show_items(captures, as_json=as_json, json=_JSON, table=_COLUMNS)
-    for table, topic in idle:
+    say_idle(idle)
+
+
+def say_idle(triggers: Iterable[tuple[str, str]]) -> None:
+    """Tell of triggers that a deleted topic has left: each with its table and the topic."""
+    for table, topic in triggers:
         say(
             f"table {table} has triggers of a deleted capture, which do nothing: remove them with "
             f"`{lazy.drop_command(table, topic)}`"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict, Unpack
 import click
 
 from eventsql_orchestration.cli import lazy
+from eventsql_orchestration.cli.capture import say_idle
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import say, say_plan, write_json
 from eventsql_orchestration.cli.parameters import (
@@ -254,6 +255,8 @@ def delete(
         if execute:
             platform.registry.unregister_topic(topic, force=force)
             say(f"topic {topic!r} deleted")
+            idle = [each for shard in platform.members() for each in lazy.Captures(shard).idle_triggers()]
+            say_idle(each for each in idle if each[1] == topic)
             return
         events = sum(each.events + each.buffered for each in statistics(platform, [topic]))
         names = {state.name for state in platform.registry.consumers(topic)}
