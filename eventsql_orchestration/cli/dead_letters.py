@@ -83,7 +83,11 @@ def list_dead_letters(
     topic: TopicName,
     redriven: Annotated[
         bool | None,
-        option("Only settled letters, or only open ones  [default: all].", "--redriven/--not-redriven", default=None),
+        option(
+            "Only those redriven or dismissed, or only open ones  [default: all].",
+            "--redriven/--not-redriven",
+            default=None,
+        ),
     ],
     limit: Annotated[int, option("List the oldest N.", type=POSITIVE, default=100)],
     as_json: AsJson,

@@ -51,7 +51,7 @@ _MOVED: Final = "moved to the dead letters"
 _QUEUE: Final = Name("queue", partial(check_name, "queue name"))
 
 QueueName = Annotated[str, argument(metavar="QUEUE", type=_QUEUE)]
-Limit = Annotated[int, option("The most messages.", type=POSITIVE, default=10)]
+Limit = Annotated[int, option("At most N messages.", type=POSITIVE, default=10)]
 
 
 @click.group()
@@ -258,7 +258,10 @@ def peek(context: CliContext, name: QueueName, limit: Limit, as_json: AsJson) ->
 
 @command(queue)
 def purge(context: CliContext, name: QueueName, execute: Annotated[bool, executing("Delete them")]) -> None:
-    """Delete all messages of QUEUE. Its dead letters stay: they are messages of their own queue."""
+    """Delete all messages of QUEUE: a plan and, with --execute, the deletion.
+
+    Its dead letters stay: they are messages of their own queue.
+    """
     with context.platform() as platform:
         target = _existing(platform, name)
         if execute:

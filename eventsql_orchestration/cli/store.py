@@ -235,7 +235,10 @@ def replay(
     start: Annotated[str, option("Where to go on: beginning, now, or a checkpoint.", "--from", default="beginning")],
     execute: Annotated[bool, executing("Move it")],
 ) -> None:
-    """Move SUBSCRIPTION to another place: its handler gets the changes after that place again."""
+    """Move SUBSCRIPTION to another place: its handler gets the changes after that place again.
+
+    A plan and, with --execute, the move.
+    """
     try:
         place: Any = start if start in ("beginning", "now") else lazy.StoreCheckpoint.parse(start)
     except ValidationError:

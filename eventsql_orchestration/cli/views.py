@@ -137,7 +137,7 @@ def _show_kept(
 
 @command(view)
 def drop(context: CliContext, *, name: ViewName, execute: Annotated[bool, executing("Drop it")]) -> None:
-    """Drop the view NAME with all of its entries."""
+    """Drop the view NAME with all of its entries: a plan and, with --execute, the drop."""
     with _views(context) as views:
         definition = views.definition(name)
         if execute:
