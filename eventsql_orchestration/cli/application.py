@@ -27,6 +27,7 @@ from eventsql_orchestration.cli.output import (
     complain,
     discard,
     keep_secret,
+    say,
     show_traceback,
 )
 from eventsql_orchestration.cli.parameters import FILE, command, option
@@ -148,9 +149,23 @@ def _usage(error: click.ClickException) -> str:
 
 
 class _Messages(logging.Handler):
-    """Shows the library's log records as lines of the program."""
+    """Shows the library's log records as lines of the program.
+
+    After a warning of a logger, its next record of the level INFO is shown, too: it says that its thread goes on.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._warned: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno >= logging.WARNING:
+            self._warned.add(record.name)
+        elif self.level > logging.DEBUG:
+            if record.name in self._warned:
+                self._warned.discard(record.name)
+                say(record.getMessage())
+            return
         complain(f"{record.levelname.lower()}: {record.getMessage()}")
         shown = record.exc_text or (record.exc_info and record.exc_info[1])
         if shown and self.level <= logging.DEBUG:
@@ -160,7 +175,7 @@ class _Messages(logging.Handler):
 @contextmanager
 def _shown_log(*, debug: bool) -> Iterator[None]:
     messages, logger = _Messages(), logging.getLogger(_PACKAGE)
-    messages.setLevel(logging.DEBUG if debug else logging.WARNING)
+    messages.setLevel(logging.DEBUG if debug else logging.INFO)
     before = logger.level
     logger.addHandler(messages)
     logger.setLevel(messages.level)

@@ -42,6 +42,16 @@ def test_the_transfer_runs_until_it_is_told_to_end(
     assert errors == f"eventsql: transferred 1 event ({TOPIC} 1)\n".encode()
 
 
+def test_a_transfer_that_has_told_of_its_wait_tells_that_it_goes_on(start: Start, session: Connection) -> None:
+    process = start("transfer")
+    assert process.stderr is not None
+    assert b"transferring" in process.stderr.readline()
+    session.execute("ALTER SCHEMA eventsql RENAME TO away")
+    assert b"warning: the transfer waits for the database" in process.stderr.readline()
+    session.execute("ALTER SCHEMA away RENAME TO eventsql")
+    assert process.stderr.readline().startswith(b"eventsql: the transfer goes on with postgresql://")
+
+
 @pytest.fixture
 def moving(
     start: Start, platform: EventSQL, session: Connection, until_blocked: UntilBlocked
