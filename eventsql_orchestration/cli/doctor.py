@@ -33,6 +33,7 @@ from eventsql_orchestration.cli.doctor_database import (
     server_finding,
     servers_finding,
     transaction_findings,
+    unlogged_findings,
 )
 from eventsql_orchestration.cli.doctor_store import projection_findings, store_findings, view_findings
 from eventsql_orchestration.cli.findings import Finding, Status, ok, problem, warning
@@ -210,6 +211,7 @@ def _database(context: CliContext, shard: Shard, stalled_after: float) -> Iterat
     yield from transaction_findings(database)
     if schema.status is not Status.PROBLEM and database.revision() is not None:
         yield from rights_findings(database)
+        yield from unlogged_findings(database)
         yield from _transfer(shard, stalled_after)
         for check in _CHECKS:
             yield from check(shard)

@@ -147,6 +147,18 @@ def rights_findings(database: Database) -> Iterator[Finding]:
         )
 
 
+def unlogged_findings(database: Database) -> Iterator[Finding]:
+    query = Queries("sessions", database.schema)("unlogged_tables")
+    with database.errors(), database.engine.connect() as connection:
+        tables = [table for (table,) in fetch_all(driver_connection(connection), query, {"schema": database.schema})]
+    if tables:
+        yield problem(
+            "schema",
+            f"a crash of the server or a failover empties the tables that are unlogged: {', '.join(tables)}",
+            "; ".join(f"ALTER TABLE {table} SET LOGGED" for table in tables),
+        )
+
+
 def transaction_findings(database: Database, longer_than: float = FORGOTTEN_SECONDS) -> Iterator[Finding]:
     """Transactions that somebody may have forgotten: they keep rows from vacuum, and tables from changes."""
     query = Queries("sessions", database.schema)("open_transactions")

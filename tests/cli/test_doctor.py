@@ -346,6 +346,17 @@ def test_a_sequence_that_is_set_otherwise_is_a_problem_that_its_remedy_mends(
     assert diagnose(run)[0] == 0
 
 
+def test_tables_that_a_crash_would_empty_are_a_problem_that_the_remedy_mends(run: Run, platform: EventSQL) -> None:
+    with platform.database.connection() as connection:
+        for table in ("event_buffer", "store_dead_letter", "store_subscription"):
+            connection.execute(f"ALTER TABLE eventsql.{table} SET UNLOGGED")
+        code, findings = diagnose(run)
+        (finding,) = [each for each in findings["schema"] if each["status"] == "problem"]
+        assert (code, "eventsql.event_buffer" in finding["message"]) == (1, True)
+        connection.execute(finding["remedy"])
+    assert diagnose(run)[0] == 0
+
+
 def test_a_table_whose_changes_are_not_captured_any_more_is_a_problem(
     run: Run, consumer: str, platform: EventSQL
 ) -> None:

@@ -54,6 +54,13 @@ SELECT to_regnamespace(%(schema)s) IS NOT NULL;
 -- has_table -- Whether there is a table of this name.
 SELECT to_regclass(%(table)s) IS NOT NULL;
 
+-- unlogged_tables -- The tables of a schema that a crash of the server empties. PostgreSQL makes a table logged only after
+-- those that it references.
+SELECT format('%%I.%%I', n.nspname, c.relname)
+FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+WHERE n.nspname = %(schema)s AND c.relkind = 'r' AND c.relpersistence = 'u'
+ORDER BY EXISTS (SELECT FROM pg_constraint k WHERE k.conrelid = c.oid AND k.contype = 'f'), c.relname;
+
 -- revision -- The revision of a schema.
 SELECT version_num FROM {schema}.schema_version;
 
