@@ -9,7 +9,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from functools import partial
+from typing import TypeAlias, TypeVar
 
 import psycopg
 
@@ -36,6 +37,8 @@ from eventsql_orchestration.errors import (
 )
 from eventsql_orchestration.model import Event
 from eventsql_orchestration.retry import pause_while_away
+
+Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +139,7 @@ class LeasedPolls:
         except BaseException:
             # Otherwise the partition would stay leased until the lease ends.
             with suppress(EventSQLError):
-                self.claims.release(claim)
+                _once_it_is_back(partial(self.claims.release, claim), cancellation)
             raise
         return PollOutcome(result, more=True) if result.failure is None else PollOutcome(result, due_in=0.0)
 
@@ -174,7 +177,10 @@ class LeasedPolls:
                         logger.info("%s failed (%s); handing its events over one by one", claim, describe(error))
                         each = True
                         continue
-                    claim, result = self._settle(claim, events[index], error, events[:index], cancellation)
+                    # The event may have taken the database down.
+                    claim, result = _once_it_is_back(
+                        partial(self.claims.settle, claim, events[index], error, done=events[:index]), cancellation
+                    )
                     total += result
                     if result.failure is not None:
                         break
@@ -186,19 +192,6 @@ class LeasedPolls:
             total += BatchResult(len(events), claim.position)
             left = left[len(events) :]
         return total
-
-    def _settle(
-        self, claim: Claim, event: Event, error: BaseException, done: Sequence[Event], cancellation: Cancellation
-    ) -> tuple[Claim, BatchResult]:
-        """`Claims.settle`, which waits for the database: the event may have taken it down."""
-        failures = 0
-        while True:
-            try:
-                return self.claims.settle(claim, event, error, done=done)
-            except DatabaseUnavailableError:
-                failures += 1
-                if cancellation.stopping.wait(pause_while_away(failures)):
-                    raise
 
     def _raise_if_blameless(self, error: BaseException, lease: Lease, first: Event) -> None:
         """Raise a handler's error if no event is to blame for it. `first` is the first event that it was handed."""
@@ -213,6 +206,18 @@ class LeasedPolls:
             # This claim is lost, or another claim that the handler works with.
             with self.database.transaction() as connection:
                 self.claims.check(connection, claim)
+
+
+def _once_it_is_back(call: Callable[[], Result], cancellation: Cancellation) -> Result:
+    """The result of `call`, which is repeated while the database is away, until the consumption stops."""
+    failures = 0
+    while True:
+        try:
+            return call()
+        except DatabaseUnavailableError:
+            failures += 1
+            if cancellation.stopping.wait(pause_while_away(failures)):
+                raise
 
 
 def _failed(error: BaseException, events: Sequence[Event]) -> int | None:

@@ -367,6 +367,27 @@ def test_a_failure_that_finds_the_database_away_is_recorded_when_it_is_back(
     assert seen.ids == ids * 3
 
 
+def test_a_batch_that_finds_the_database_away_gives_its_lease_back_when_it_is_back(
+    platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_pool, "FAULT_DELAY", 0.01)
+    ids = fill(platform, 1)
+    release, away = Claims.release, [DatabaseUnavailableError("the server restarts")] * 3
+
+    def release_when_it_is_back(*arguments: Any) -> Any:
+        if away:
+            raise away.pop()
+        return release(*arguments)
+
+    def fail(_events: Sequence[Event]) -> None:
+        if away:
+            raise away.pop()
+
+    monkeypatch.setattr(Claims, "release", release_when_it_is_back)
+    with platform.consumers.start_leased("payments", "mailer", Seen(fail), lease=3_600.0, polling_delay=POLLING):
+        until(lambda: state(platform).last_event_id == ids[-1])
+
+
 def test_a_handler_that_loses_a_claim_of_its_own_spends_the_attempts_of_its_event(
     platform: EventSQL, until: Until
 ) -> None:
