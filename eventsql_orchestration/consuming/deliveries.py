@@ -383,12 +383,9 @@ class Deliveries:
             logger.info("%s goes on with %s", self._where, self._database)
 
     def _waited(self, delivery: Delivery) -> float:
-        """The seconds since the first error that an event has met without having failed."""
-        now = monotonic()
-        since = self._waiting.setdefault((delivery.cursor, delivery.event.id), now)
-        if len(self._waiting) > MOST_WAITING:
-            self._waiting.popitem(last=False)
-        return now - since
+        """The seconds since the first error of an event that has not failed was noted."""
+        since = self._waiting.get((delivery.cursor, delivery.event.id))
+        return 0.0 if since is None else monotonic() - since
 
     def _lasts(self, failure: str) -> bool:
         """Whether the log has an error of a waiting event already. Notes the error."""
@@ -422,6 +419,11 @@ class Deliveries:
         shown: BaseException | None = error
         if self._note_failure(delivery, attempts=attempts, failure=failure, delay=delay, behind=behind):
             failure, shown = FAILURE, None
+        if not counts:
+            # Not before the database has taken the note: an event does not wait again for as long as it was away.
+            self._waiting.setdefault((delivery.cursor, delivery.event.id), monotonic())
+            if len(self._waiting) > MOST_WAITING:
+                self._waiting.popitem(last=False)
         if spent:
             logger.error(
                 "%s keeps event %d back, which failed %s (%s); correct the handler and resume the consumer, or create "

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import psycopg
 import pytest
@@ -297,6 +297,26 @@ def test_the_next_full_disk_is_a_line_in_the_log_although_another_process_has_ha
     clock[0] += 3_600
     meet_a_full_disk()
     assert [each.levelname for each in caplog.records if each.name == deliveries.__name__] == ["WARNING"] * 2
+
+
+def test_an_event_whose_database_was_away_does_not_wait_again_for_as_long(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(failure_module, "FIRST_BACKOFF", 0.0)
+    monkeypatch.setattr(deliveries, "monotonic", lambda: clock[0])
+    fill(platform, "a")
+    own, away = process(platform), DatabaseUnavailableError("the server restarts")
+    (delivery,) = own.hand_out(own.register("a process"), -1, 1).deliveries
+
+    def find_it_away(*_: object, **__: object) -> NoReturn:
+        raise away
+
+    with monkeypatch.context() as outage, pytest.raises(DatabaseUnavailableError):
+        outage.setattr(deliveries.Deliveries, "_note_failure", find_it_away)
+        own.fail(delivery, away, counts=False, behind=())
+    clock[0] += 3_600
+    assert own.fail(delivery, away, counts=False, behind=()) == 0.0
 
 
 @pytest.mark.parametrize("in_transaction", [True, False])
