@@ -11,6 +11,8 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Final, ParamSpec, TypeVar
 
+from eventsql_orchestration.errors import ClosedError
+
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
@@ -102,12 +104,13 @@ def after_commit(wake: Callable[Arguments, object]) -> Callable[Arguments, None]
     """A function that calls `wake`, which wakes threads and processes, and logs its errors.
 
     An error must not make the commit look failed: the caller would repeat it. A thread or process that is not woken
-    looks later by itself.
+    looks later by itself. A platform that was closed meanwhile wakes nobody.
     """
 
     def call(*arguments: Arguments.args, **named: Arguments.kwargs) -> None:
         try:
-            wake(*arguments, **named)
+            with suppress(ClosedError):
+                wake(*arguments, **named)
         except Exception as error:
             logger.warning("nobody was woken after a commit: %s", error, exc_info=True)
 

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.consuming.claims import Claims
@@ -16,7 +16,7 @@ from eventsql_orchestration.consuming.lag import ConsumerLag, LagReader
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.database.notifications import BUFFER, LOG, UNCOMMITTED, Listener
 from eventsql_orchestration.database.notifier import Notifier
-from eventsql_orchestration.errors import EventSQLError, ShardUnavailableError
+from eventsql_orchestration.errors import ClosedError, EventSQLError, ShardUnavailableError
 from eventsql_orchestration.forks import after_fork
 from eventsql_orchestration.maintenance.compaction import Compactor
 from eventsql_orchestration.maintenance.erasure import Eraser
@@ -153,10 +153,12 @@ class Shard:
                 if not self._transferring:
                     self._unsubscribe()
                     self._unsubscribe = self._subscribe_to_buffer(self._wake, self._uncommitted)
-                    self._background = start_thread(
-                        "transfer", self.transfer.run, self._stop, wake=self._wake, uncommitted=self._uncommitted,
-                        polling_delay=self._transfer_delay,
-                    )  # fmt: skip
+                    self._background = start_thread("transfer", self._transfer_in_background, self._stop)
+
+    def _transfer_in_background(self, stop: threading.Event) -> None:
+        # A publication beside `close` starts this thread once more: it ends when the database is closed.
+        with suppress(ClosedError):
+            self.transfer.run(stop, wake=self._wake, uncommitted=self._uncommitted, polling_delay=self._transfer_delay)
 
     def _subscribe_to_buffer(self, wake: threading.Event, uncommitted: threading.Event) -> Callable[[], None]:
         """Set `wake` on each notification of buffered events, after `uncommitted` if they may be uncommitted.

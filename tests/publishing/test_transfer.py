@@ -813,6 +813,24 @@ def test_a_refusal_that_comes_back_is_a_line_in_the_log_although_another_transfe
     assert [each.levelname for each in caplog.records if each.name == transfer.__name__] == ["ERROR"] * 2
 
 
+def test_a_publication_beside_a_close_ends_its_transfer_without_a_word(
+    dsn: str, platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    closing = EventSQL(dsn, straight=False)
+    notifier = closing.shards[0].notifier
+    close = notifier.close
+
+    def publish_before_it_closes() -> None:
+        closing.publisher.publish(order("late"))
+        close()
+
+    monkeypatch.setattr(notifier, "close", publish_before_it_closes)
+    closing.close()
+    until(lambda: all(each.name != "eventsql-transfer" for each in threading.enumerate()))
+    platform.transfer.run_once()
+    assert (values(platform), [each for each in caplog.records if each.levelno > logging.INFO]) == (["late"], [])
+
+
 def test_a_transfer_that_was_closed_opens_again(platform: EventSQL) -> None:
     platform.publisher.publish(order("one"))
     platform.transfer.run_once()
