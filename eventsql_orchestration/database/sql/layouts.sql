@@ -81,7 +81,7 @@ FROM (
 -- buffered_parts -- Cut a topic's events in the buffer into parts by their bytes: the last id of each part.
 SELECT max(eql_id)
 FROM (
-    SELECT eql_id, sum(octet_length(eql_value)::bigint + coalesce(pg_column_size(eql_values), 0)) OVER (ORDER BY eql_id)
+    SELECT eql_id, (sum(octet_length(eql_value) + coalesce(pg_column_size(eql_values), 0)) OVER (ORDER BY eql_id))
                / %(bytes)s AS part
     FROM {schema}.event_buffer
     WHERE (eql_topic, eql_id) > (%(topic)s, 0) AND (eql_topic, eql_id) <= (%(topic)s, 9223372036854775807)
