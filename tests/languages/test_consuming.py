@@ -287,6 +287,16 @@ def test_an_event_that_fails_is_retried_alone_and_then_a_dead_letter_as_the_libr
     assert given_up.fetchall() == [(1,), (1,)]
 
 
+def test_an_event_that_another_consumption_passed_holds_no_fetch_up(topic: EventSQL, session: Connection) -> None:
+    topic.registry.register_consumer(Consumer("orders", "whole"), max_attempts=1)
+    fill(topic, 5)
+    rows = fetch(session, "'orders', 'whole'")
+    assert call(session, "fail", *rows[0][:2], rows[2][3], "no") == "blocked"
+    # As EventSQL's Java library does, which knows nothing of attempts.
+    session.execute("UPDATE eventsql.consumer SET eql_last_event_id = %s WHERE eql_name = 'whole'", [rows[2][3]])
+    assert [row[3] for row in fetch(session, "'orders', 'whole'")] == [row[3] for row in rows[3:]]
+
+
 @pytest.mark.parametrize("failures", [0, 3, 5_000])
 def test_an_event_that_failed_waits_as_long_as_in_the_library(
     topic: EventSQL, session: Connection, failures: int
