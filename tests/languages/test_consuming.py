@@ -287,14 +287,21 @@ def test_an_event_that_fails_is_retried_alone_and_then_a_dead_letter_as_the_libr
     assert given_up.fetchall() == [(1,), (1,)]
 
 
-def test_an_event_that_another_consumption_passed_holds_no_fetch_up(topic: EventSQL, session: Connection) -> None:
-    topic.registry.register_consumer(Consumer("orders", "whole"), max_attempts=1)
+def test_an_event_that_another_consumption_passed_holds_no_fetch_up_and_costs_no_other_its_attempts(
+    topic: EventSQL, session: Connection
+) -> None:
+    topic.registry.register_consumer(Consumer("orders", "whole"), max_attempts=2)
     fill(topic, 5)
     rows = fetch(session, "'orders', 'whole'")
-    assert call(session, "fail", *rows[0][:2], rows[2][3], "no") == "blocked"
+    assert call(session, "fail", *rows[0][:2], rows[2][3], "no") == "retry"
+    let_be_due(session)
+    (alone,) = fetch(session, "'orders', 'whole'")
+    assert call(session, "fail", *alone[:2], alone[3], "no") == "blocked"
     # As EventSQL's Java library does, which knows nothing of attempts.
-    session.execute("UPDATE eventsql.consumer SET eql_last_event_id = %s WHERE eql_name = 'whole'", [rows[2][3]])
-    assert [row[3] for row in fetch(session, "'orders', 'whole'")] == [row[3] for row in rows[3:]]
+    session.execute("UPDATE eventsql.consumer SET eql_last_event_id = %s WHERE eql_name = 'whole'", [alone[3]])
+    later = fetch(session, "'orders', 'whole'")
+    assert [row[3] for row in later] == [row[3] for row in rows[3:]]
+    assert call(session, "fail", *later[0][:2], later[0][3], "no") == "retry"
 
 
 @pytest.mark.parametrize("failures", [0, 3, 5_000])
@@ -320,6 +327,7 @@ def test_a_dead_letter_of_a_backfill_belongs_to_it_and_its_errors_name_is_cut(
     fill(topic, 1)
     ((claim, epoch, _, id_, *_),) = fetch(session, f"'orders', '{window}'")
     assert call(session, "fail", claim, epoch, id_, "no", "E" * 3_000) == "dead letter"
+    assert topic.claims.get(claim)[1] == "committed"
     topic.transfer.run_once()
     (letter,) = topic.dead_letters.list("orders", LetterFilter(backfill="one"))
     assert letter.metadata["dlt_exception"] == "E" * 2_000
