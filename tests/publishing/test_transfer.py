@@ -629,6 +629,20 @@ def test_the_mark_does_not_pass_events_that_a_full_batch_left(
     assert transfer.run_once() == {"orders": 6}
 
 
+@pytest.mark.usefixtures("single_rows")
+def test_a_full_batch_lets_no_later_round_begin_at_once_while_another_transfer_holds_the_topic(
+    platform: EventSQL, transfers: Callable[..., Transfer], sessions: Sessions
+) -> None:
+    transfer = transfers(batch=4)
+    platform.publisher.publish_all(order(number) for number in range(10))
+    assert transfer._round(None, {}, None).again
+    with sessions() as holder:
+        holder.execute("SELECT FROM eventsql.event_buffer_lock WHERE eql_topic = 'orders' FOR UPDATE")
+        held = transfer._round(None, {}, None)
+        assert (held.moved, held.held, held.again) == ({}, True, False)
+    assert transfer.run_once() == {"orders": 6}
+
+
 def test_the_mark_is_void_when_the_sequence_gives_ids_out_again(platform: EventSQL, sessions: Sessions) -> None:
     platform.publisher.publish_all(order(number) for number in range(10))
     platform.transfer.run_once()
@@ -837,6 +851,29 @@ def test_a_transfer_that_was_closed_opens_again(platform: EventSQL) -> None:
     platform.shards[0].transfer.close()
     platform.publisher.publish(order("two"))
     assert platform.transfer.run_once() == {"orders": 1}
+
+
+def test_a_writer_that_is_closed_in_the_last_moment_of_its_session_keeps_no_connection(platform: EventSQL) -> None:
+    writer = platform.shards[0].transfer._writer
+
+    class ClosedWhileHeld:
+        """The writer's lock; the writer is closed in the last moment before its release."""
+
+        def __init__(self) -> None:
+            self._lock = writer._mutex
+
+        def acquire(self, *, blocking: bool = True, timeout: float = -1) -> bool:
+            return self._lock.acquire(blocking, timeout)
+
+        def release(self) -> None:
+            if not writer.broken:
+                writer.close()
+            self._lock.release()
+
+    writer._mutex = ClosedWhileHeld()  # type: ignore[assignment]  # it has the methods that are called
+    with writer.session():
+        writer.look(None)
+    assert writer.broken
 
 
 def test_a_batch_whose_session_ends_does_not_keep_other_topics_waiting(
