@@ -31,14 +31,13 @@ from eventsql_orchestration.errors import (
 from eventsql_orchestration.maintenance import erasure
 from eventsql_orchestration.maintenance.erasure import Erasure, digest_of
 from eventsql_orchestration.model import BLOCKS, ROWS, OffsetRange, Storage
-from eventsql_orchestration.publishing import copy_format
-from eventsql_orchestration.publishing.block_format import STAGED_COLUMNS, encode_blocks
 from eventsql_orchestration.publishing.staged_blocks import StagedBlocks
 from eventsql_orchestration.storage import erasing, exchanging, log_form, log_table, segments
 from eventsql_orchestration.storage.copy_out import range_query
 from eventsql_orchestration.storage.erasing import FAILURE, LogEraser
 from eventsql_orchestration.storage.metrics import LogMetrics
 from tests.fixtures import Sessions, Until, UntilBlocked
+from tests.staging import stage_blocks
 from tests.waiting import PATIENCE
 
 SECRET = b"the secret of ann"
@@ -123,14 +122,9 @@ def tables_with(platform: EventSQL, secret: bytes = SECRET) -> set[str]:
 
 def stage(platform: EventSQL, *keys: str | Publication) -> uuid.UUID:
     """Stage a block with an event of each key, as Spark's tasks do."""
-    attempt = uuid.uuid4()
-    staged = [Publication("orders", SECRET, key=each) if isinstance(each, str) else each for each in keys]
-    (block,) = encode_blocks(staged, [0] * len(keys))
-    columns = sql.SQL(", ").join(map(sql.Identifier, STAGED_COLUMNS))
-    statement = sql.SQL("COPY eventsql.spark_staged_event ({}) FROM STDIN (FORMAT binary)").format(columns)
-    with platform.database.connection() as connection, connection.cursor().copy(statement) as copy:
-        copy.write(copy_format.HEADER + block.staged_row(attempt, 0, "orders") + copy_format.TRAILER)
-    return attempt
+    return stage_blocks(
+        platform, [Publication("orders", SECRET, key=each) if isinstance(each, str) else each for each in keys]
+    )
 
 
 def publish_staged(connection: Connection, attempt: uuid.UUID) -> None:
