@@ -462,7 +462,7 @@ def test_a_consumer_that_is_held_back_is_of_the_layout_in_which_it_stands(platfo
     orders.check()
 
 
-def test_a_partition_of_a_held_consumer_is_sought_in_the_layout_of_the_one_behind(
+def test_a_held_consumer_is_let_go_and_sought_in_the_layout_of_the_partition_behind(
     platform: EventSQL, orders: Orders
 ) -> None:
     orders.publish(30)
@@ -473,12 +473,16 @@ def test_a_partition_of_a_held_consumer_is_sought_in_the_layout_of_the_one_behin
     changed = platform.repartitioner.repartition("orders", 2)
     assert changed is not None
     orders.consume(partition=1)
-    ShardStore(platform.database).hold("orders", "mailer")
+    store = ShardStore(platform.database)
+    store.hold("orders", "mailer")
     behind, ahead, _ = (state.last_event_id for state in platform.registry.consumer("orders", "mailer"))
     assert (behind, ahead) == (0, changed.after)
+    store.let_go("orders", "mailer")
+    assert untils(platform) == {changed.after}
+    store.hold("orders", "mailer")
     (moved,) = platform.seeker.execute("orders", "mailer", Earliest(), partition=1)
     assert moved.target == 0
-    ShardStore(platform.database).let_go("orders", "mailer")
+    store.let_go("orders", "mailer")
     assert untils(platform) == {changed.after}
 
 
