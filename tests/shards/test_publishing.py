@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
+from itertools import chain
 from types import FrameType
 from typing import Any
 
@@ -100,6 +101,16 @@ def test_events_without_a_key_take_turns_over_shards_and_stay_one_commit(platfor
     assert {name: len(found) for name, found in read(platform).items()} == {"shard-1": 2, "shard-2": 2}
     platform.publisher.publish_all(events(100, keyed=False, start=4))
     assert sorted(len(found) for found in read(platform).values()) == [2, 102]
+
+
+def test_events_with_and_without_a_key_keep_the_order_of_their_batch_on_each_shard(platform: EventSQL) -> None:
+    platform.publisher.publish_all(
+        Publication("whole", b"%d" % each, key=KEYS[each] if each % 2 else None) for each in range(30)
+    )
+    platform.transfer.run_once()
+    found = [[int(event.value) for event in shard.reader.read("whole")] for shard in platform.shards]
+    assert found == [sorted(values) for values in found]
+    assert sorted(chain(*found)) == list(range(30))
 
 
 @pytest.mark.parametrize("number", [10, 30_000])
