@@ -248,6 +248,19 @@ def test_a_closed_segment_into_which_a_sequence_that_was_set_back_led_a_writer_i
     assert consume(platform, "all") == 5
 
 
+def test_an_empty_segment_into_which_a_sequence_that_was_set_back_led_a_writer_is_kept(
+    platform: EventSQL, session: Connection, written_to_late: Late
+) -> None:
+    written_to_late(lambda: None)
+    session.execute(f"DELETE FROM eventsql.{stored('orders')}")
+    # The log goes on in the next segment.
+    closed = (segments.segments(session, SCHEMA, "orders") or [])[0]
+    segments.roll(session, SCHEMA, "orders", closed)
+    (kept,) = platform.retention.run_once()
+    assert kept.segments == 0
+    assert [event.value for event in platform.reader.read("orders")] == [b"late"] * 3
+
+
 def test_a_closed_segment_that_was_written_to_is_kept_also_if_its_drop_was_cut_off(
     platform: EventSQL, sessions: Sessions, monkeypatch: pytest.MonkeyPatch, written_to_late: Late
 ) -> None:
