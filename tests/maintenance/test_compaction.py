@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, LiteralString
 
@@ -20,6 +21,7 @@ from eventsql_orchestration.publishing import log_room
 from eventsql_orchestration.storage import compacting, copy_out, exchanging, log_form, log_table, reading, segments
 from eventsql_orchestration.storage.erasing import try_change
 from eventsql_orchestration.storage.exchanging import Exchange
+from eventsql_orchestration.storage.segment_drops import try_retain
 from tests.fixtures import Sessions, Terminate, Until, UntilBlocked
 from tests.waiting import PATIENCE
 
@@ -166,11 +168,18 @@ def test_a_session_that_ends_with_one_topic_keeps_no_other_from_its_compaction(
         assert [(each.topic, each.blocks) for each in compacted.result()] == [("orders", 90)]
 
 
-def test_it_waits_for_an_erasure_and_erased_events_stay_erased(single: EventSQL, sessions: Sessions) -> None:
+@pytest.mark.parametrize("keep_away", [try_change, try_retain], ids=["erasure", "retention"])
+def test_it_waits_for_an_erasure_and_for_a_retention(
+    single: EventSQL, sessions: Sessions, keep_away: Callable[[Connection, str, str], bool]
+) -> None:
     with sessions() as other, other.transaction():
-        assert try_change(other, SCHEMA, "orders")
+        assert keep_away(other, SCHEMA, "orders")
         with pytest.raises(DatabaseBusyError):
             single.compactor.execute("orders")
+    assert single.compactor.execute("orders").blocks > 0
+
+
+def test_erased_events_stay_erased(single: EventSQL) -> None:
     single.eraser.execute("orders", ["k1"])
     single.compactor.execute("orders")
     single.eraser.execute("orders", ["k2"])
