@@ -82,10 +82,9 @@ class ShardAddition:
                 raise unnamed(new.generations[-1], {new.name})
         self._old, states = [shard for shard, _ in found], [state for _, state in found]
         before = self._before(states, new)
-        generation = max(len(before) + 1, 2)
-        names = before[-1] if before else frozenset({FIRST})
+        generation, names = len(before) + 1, before[-1]
         name = self._named(names, new)
-        self._check_new(states, new, names, name)
+        self._check_new(states, new, before, name)
         fenced = tuple(state.name or FIRST for state in states if state.generation >= generation)
         registry = self._old[0].registry
         topics = registry.topics() if self._old[0].database.revision() is not None else []
@@ -138,7 +137,7 @@ class ShardAddition:
         if all(state.shards is None for state in states):
             if len(states) > 1:
                 raise ShardSetError("these databases are not a set of shards yet: make the set with `eventsql migrate`")
-            return ()
+            return (frozenset({FIRST}),)
         if any(state.set != states[0].set or not state.active for state in states):
             raise ShardSetError("the other databases are not all active shards of one set: see `eventsql shard list`")
         newest = max((state.generations for state in states), key=len)
@@ -165,10 +164,14 @@ class ShardAddition:
         free = (f"shard-{number}" for number in range(len(names) + 1, 2 * len(names) + 2))
         return self._name or next(name for name in free if name not in names)
 
-    def _check_new(self, states: Sequence[ShardState], new: ShardState, names: frozenset[str], name: str) -> None:
+    def _check_new(
+        self, states: Sequence[ShardState], new: ShardState, before: tuple[frozenset[str], ...], name: str
+    ) -> None:
+        names = before[-1]
         wanted = names | {name}
         for state in states:
-            if state.generation and state.generations[-1] not in (names, wanted):
+            # A shard that was restored from an older backup may lack some generations.
+            if state.generation and state.generations[-1] not in (*before, wanted):
                 others = state.generations[-1] - names
                 raise ShardSetError(f"finish the addition of shard {', '.join(sorted(others))} first, with its URL")
         if new.name is None and new.topics:

@@ -552,6 +552,21 @@ def test_a_process_that_may_not_write_leaves_the_release_of_a_consumer_to_others
     assert consume_on(platform, "shard-3") == [1]
 
 
+def test_nobody_releases_a_consumer_while_another_process_moves_it(
+    dsns: list[str], opened: Open, addition: Adding
+) -> None:
+    platform = opened(*dsns[:2]).open()
+    addition(dsns).execute()
+    platform.add_url(dsns[2])
+    joined = platform.shards[2].store
+    with joined.barrier():
+        joined.hold("orders", "mailer")
+        assert platform.held_back() == []
+        assert joined.held() == [("orders", "mailer")]
+    assert platform.held_back() == []
+    assert joined.held() == []
+
+
 def test_a_shard_that_was_restored_from_an_older_backup_is_fenced_again(
     dsns: list[str], databases: Databases, opened: Open, addition: Adding
 ) -> None:
@@ -566,6 +581,20 @@ def test_a_shard_that_was_restored_from_an_older_backup_is_fenced_again(
     for shard in opened(*restored).open().shards:
         assert shard.store.state().generation == 2
         assert shard.registry.consumers() == []
+
+
+def test_a_shard_that_was_restored_from_before_two_additions_is_fenced_for_each(
+    databases: Databases, prepared: Prepared, opened: Open, addition: Adding
+) -> None:
+    dsns = databases(4, prepared(prepare, databases=2))
+    (backup,) = databases(1, [dsns[0].rpartition("/")[2]])
+    addition(dsns[:3]).execute()
+    addition(dsns).execute()
+    restored = [backup, *dsns[1:]]
+    addition(restored).execute()
+    generations = [shard.store.state().generations for shard in opened(*restored).open().shards]
+    assert [len(each) for each in generations] == [3] * 4
+    assert len(set(generations)) == 1
 
 
 def test_a_prepared_shard_follows_all_that_changes_until_it_is_added(
