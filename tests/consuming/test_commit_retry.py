@@ -55,6 +55,12 @@ def test_a_full_batch_forgets_earlier_rejections(monkeypatch: pytest.MonkeyPatch
     state.committed(10)
     now[0] = 3_600.0
     assert [state.try_again(None) for _ in range(2)] == [True, True]
+    assert state.try_again(7)
+    now[0] += 60.0
+    assert not state.try_again(7)
+    state.committed(10)
+    # A consumer that was sought back comes to the event again.
+    assert state.try_again(7)
 
 
 def test_a_batch_that_was_too_large_to_read_is_tried_again_after_some_smaller_ones() -> None:
