@@ -519,6 +519,23 @@ def test_one_of_several_processes_has_a_subscription(store: Store) -> None:
     assert effects(store) == [1, 2]
 
 
+def test_one_of_two_redrives_has_a_letter(store: Store) -> None:
+    def fails(change: RecordedChange, connection: Connection) -> None:
+        raise ValueError
+
+    put(store, "1", 1)
+    drain(subscribed(store, fails, max_attempts=1))
+    second = subscribed(store)
+
+    def slow(change: RecordedChange, connection: Connection) -> None:
+        assert second.redrive() == 0
+        effect(change, connection)
+
+    assert subscribed(store, slow).redrive() == 1
+    assert store.dead_letters("mailer") == []
+    assert effects(store) == [1]
+
+
 def test_a_killed_subscriber_neither_skips_nor_repeats(store: Store, spawn: Spawn) -> None:
     put(store, "1", *range(10))
     worker = spawn("hold_subscription", 3)

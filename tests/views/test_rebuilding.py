@@ -484,6 +484,12 @@ def test_a_consumer_that_moves_or_changes_meanwhile_stops_the_rebuild(world: Wor
     world.spoil()
     filtered = EventFilter(keys=frozenset({"a"}))
     refused(lambda: registry.register_consumer(Consumer(TOPIC, CONSUMER, partitioned=True), filter=filtered))
+
+    def register_for_the_whole_topic() -> None:
+        registry.unregister_consumer(TOPIC, CONSUMER)
+        registry.register_consumer(Consumer(TOPIC, CONSUMER), start="latest", filter=filtered)
+
+    refused(register_for_the_whole_topic)
     wider = replace(Counts.view, values=("minutes", "more"))
     refused(lambda: world.views.declare(wider))
 
