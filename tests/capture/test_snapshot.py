@@ -95,6 +95,21 @@ def test_a_snapshot_whose_key_changes_its_order_reads_every_row(
     assert differences(session, "orders", "id::text") == []
 
 
+def test_a_snapshot_reads_the_rows_that_a_new_order_of_the_key_puts_before_those_it_has_read(
+    table: EventSQL, session: Connection
+) -> None:
+    session.execute("DELETE FROM orders WHERE id IN (97, 98, 99)")
+
+    def change(rows: int) -> None:
+        if rows == 96:
+            # As texts, all of the keys from 100 on come before 96.
+            session.execute('ALTER TABLE orders ALTER id TYPE text COLLATE "C"')
+
+    capture = table.captures.create("orders", "changes", on_rows=change)
+    assert (capture.snapshot, capture.snapshot_rows) == ("done", ROWS - 3)
+    assert differences(session, "orders", "id::text") == []
+
+
 def test_a_row_that_another_transaction_holds_is_read_after_it(
     table: EventSQL, sessions: Sessions, session: Connection, until_blocked: UntilBlocked
 ) -> None:
