@@ -220,6 +220,15 @@ def test_a_rebuild_computes_everything_anew(store: Store, projections: Projectio
     assert sums(store)["1"] == (8, 3)
 
 
+def test_a_rebuild_in_bulk_counts_the_changes_of_an_earlier_server(store: Store, projections: Projections) -> None:
+    adopted(store.database, 2)
+    put(store, "1", 3)
+    put(store, "1", 4, of="rider")
+    told: list[int] = []
+    assert projections.rebuild("sums", fill=lambda _filling: None, on_progress=told.append) == 3
+    assert told[0] == 3
+
+
 def test_saves_that_commit_late_are_in_a_rebuilt_table_once(
     store: Store, projections: Projections, sessions: Sessions, until_blocked: UntilBlocked
 ) -> None:

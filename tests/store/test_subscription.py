@@ -652,6 +652,19 @@ def test_a_subscription_goes_on_where_it_stood_in_a_restored_store(store: Store,
     assert effects(store) == [1, 2, 3, 4, 5, 6, 7]
 
 
+def test_a_subscription_among_the_changes_of_an_earlier_server_stays_there_in_another_restored_store(
+    store: Store,
+) -> None:
+    adopted(store.database, 4)
+    subscription = subscribed(store, batch=2)
+    subscription.run_once()
+    put(store, "1", 5)
+    restored(store.database)
+    assert store.adopt().subscriptions == 0
+    assert drain(subscription) == 3
+    assert effects(store) == [1, 2, 3, 4, 5]
+
+
 def test_a_handler_that_would_never_run_is_refused(store: Store) -> None:
     async def later(change: RecordedChange, connection: Connection) -> None: ...
 
