@@ -255,6 +255,7 @@ def test_a_consumer_that_moves_and_stays_behind_is_slow(bench: Workbench) -> Non
     second = observe(bench, cursor=first.cursor)
     assert cause(second, "eager").startswith("slow: ")
     assert cause(observe(bench, cursor=second.cursor), "eager") == "waiting: not consumed yet"
+    assert cause(observe(bench), "eager") == "waiting: not consumed yet", "nothing is known of an earlier look"
 
 
 def test_a_sensor_that_is_switched_off_is_named(bench: Workbench) -> None:

@@ -132,6 +132,8 @@ def test_the_lag_on_a_shard_that_is_down_is_unknown_and_the_check_is_red(
     platform: EventSQL, shards: dict[str, Workbench]
 ) -> None:
     checks = [build_lag_check(ledger, max_events=10), build_delivered_check(ledger)]
+    shards[OTHER].publish("orders", 2, partition=1)
+    platform.shards[1].consumers.consume_once("orders", "ledger", record, max_events=1)
     with without_the_other(shards) as alone:
         seen = observe_lag(alone, [ledger], checks=checks, cursor=None, now=1_000.0)
         observed, lag, delivered = seen.asset_events
@@ -149,6 +151,10 @@ def test_the_lag_on_a_shard_that_is_down_is_unknown_and_the_check_is_red(
     back = observe_lag(platform, [ledger], checks=checks, cursor=seen.cursor, now=1_030.0)
     evaluations = [event for event in back.asset_events if isinstance(event, dg.AssetCheckEvaluation)]
     assert [event.passed for event in evaluations] == [True, True]
+    observed = back.asset_events[0]
+    assert isinstance(observed, dg.AssetObservation)
+    # Nobody knows whether the partition has moved meanwhile.
+    assert "[shard-2/1] waiting" in str(observed.metadata["cause"].value)
 
 
 def test_a_dead_letter_is_named_with_its_shard_and_stays_red_while_the_shard_is_down(

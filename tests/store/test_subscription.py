@@ -161,7 +161,15 @@ def test_a_failed_change_is_tried_again_and_those_before_it_count(store: Store) 
 
 @pytest.mark.parametrize(
     "how",
-    ["raises", "returns a coroutine", "breaks the transaction", "ends the transaction", "fails at the commit"],
+    [
+        "raises",
+        "returns a coroutine",
+        "breaks the transaction",
+        "ends the transaction",
+        "fails at the commit",
+        "a trigger refuses it at the commit",
+        "a trigger divides by zero at the commit",
+    ],
 )
 def test_a_change_that_keeps_failing_becomes_a_dead_letter(
     store: Store, how: str, caplog: pytest.LogCaptureFixture
@@ -170,6 +178,14 @@ def test_a_change_that_keeps_failing_becomes_a_dead_letter(
     mended = False
     with store.database.connection() as connection:
         connection.execute("ALTER TABLE public.effects ADD UNIQUE (n) DEFERRABLE INITIALLY DEFERRED")
+        connection.execute(
+            "CREATE FUNCTION public.refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
+            "IF NEW.n = -1 THEN RAISE 'refused'; END IF; RETURN NEW.n / 0; END $$"
+        )
+        connection.execute(
+            "CREATE CONSTRAINT TRIGGER refusing AFTER INSERT ON public.effects DEFERRABLE INITIALLY DEFERRED "
+            "FOR EACH ROW WHEN (NEW.n < 0) EXECUTE FUNCTION public.refuse()"
+        )
 
     async def later() -> None: ...
 
@@ -190,6 +206,8 @@ def test_a_change_that_keeps_failing_becomes_a_dead_letter(
             connection.pgconn.exec_(b"ROLLBACK")
         if how == "fails at the commit":
             effect(change, connection)
+        if how.startswith("a trigger"):
+            connection.execute("INSERT INTO public.effects (n) VALUES (%s)", [-1 if "refuses" in how else -2])
         return None
 
     subscription = subscribed(store, broken, max_attempts=2)
