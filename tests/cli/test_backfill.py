@@ -535,6 +535,23 @@ def test_no_run_is_launched_after_too_many_failures(driven: Driven) -> None:
     assert len(driven.launcher.launched) == 2
 
 
+def test_no_run_is_launched_after_too_many_dead_letters(driven: Driven) -> None:
+    first = driven.plan.runs[0].window
+
+    def give_two_events_up() -> None:
+        with driven.platform.database.connection() as connection:
+            connection.execute(
+                "UPDATE eventsql.consumer SET eql_last_event_id = %s, eql_given_up = 2 WHERE eql_name = %s",
+                [first.upto, first.consumer("fragile", "one", None)],
+            )
+        driven.fail(*driven.keys)
+        driven.launcher.results[driven.keys[0]] = Ended(True)
+
+    outcome = driven.run(give_two_events_up, parallel=1, max_failures=2)
+    assert (outcome.stopped, outcome.done, outcome.given_up) == (True, False, 2)
+    assert driven.launcher.launched == driven.keys[:1]
+
+
 @pytest.mark.parametrize("parallel", [1, 3])
 def test_a_backfill_that_the_runs_of_another_command_finish_is_done(driven: Driven, parallel: int) -> None:
     def finish() -> None:

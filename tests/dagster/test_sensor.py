@@ -18,7 +18,7 @@ from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, RunLimits, TickOptions, consumer_asset
 from eventsql_orchestration.dagster.consumers.consumer_tick import ConsumerWatch
 from eventsql_orchestration.dagster.consumers.options import DEFAULT_TICKS
-from eventsql_orchestration.dagster.tags import FINISHED
+from eventsql_orchestration.dagster.tags import FINISHED, LATE_TAG
 from eventsql_orchestration.errors import RedefinitionError
 from eventsql_orchestration.orchestration.owners import owner_of_run
 from tests.dagster.conftest import Workbench, registering, request_of
@@ -165,6 +165,18 @@ def test_a_run_gets_more_time_to_adopt_its_claim_after_each_run_that_came_too_la
     run_id = bench.requested(eager, again, dg.DagsterRunStatus.STARTED)
     assert later(bench, 90.0).startswith(f"run {run_id} of claim")
     request_of(later(bench, 150.0))
+
+
+def test_a_run_that_came_too_late_does_not_count_among_those_that_failed(bench: Workbench) -> None:
+    bench.publish("rides", 5)
+    late = bench.requested(eager, bench.request(eager), dg.DagsterRunStatus.STARTED)
+    again = request_of(later(bench, 90.0))
+    assert bench.stored(late).status == dg.DagsterRunStatus.FAILURE
+    # The run does so when it finds its claim lost.
+    bench.instance.add_run_tags(late, {LATE_TAG: "true"})
+    run_id = bench.requested(eager, again, dg.DagsterRunStatus.STARTED)
+    bench.instance.report_run_failed(bench.stored(run_id))
+    assert bench.request(eager).tags[".dagster/eventsql_after"] == "0"
 
 
 def in_a_full_pool(bench: Workbench, instance: dg.DagsterInstance) -> Any:
