@@ -20,7 +20,7 @@ import dagster as dg
 import pytest
 import requests
 
-from eventsql_orchestration import EventSQL, Publication, Topic
+from eventsql_orchestration import Claim, EventSQL, Publication, Topic
 from eventsql_orchestration.cli.backfill import run as run_command
 from eventsql_orchestration.cli.backfill_output import conclude
 from eventsql_orchestration.dagster.backfills import local_launcher
@@ -550,6 +550,22 @@ def test_no_run_is_launched_after_too_many_dead_letters(driven: Driven) -> None:
     outcome = driven.run(give_two_events_up, parallel=1, max_failures=2)
     assert (outcome.stopped, outcome.done, outcome.given_up) == (True, False, 2)
     assert driven.launcher.launched == driven.keys[:1]
+
+
+def test_no_run_is_launched_beside_the_run_of_another_command_with_one_run_at_a_time(driven: Driven) -> None:
+    run = driven.plan.runs[0]
+    name = run.window.consumer("fragile", "one", None)
+    assert isinstance(driven.platform.claims.claim("orders", name, run.partition, owner="another"), Claim)
+    driven.fail(*driven.keys)
+
+    def finish(now: DriverProgress) -> None:
+        if now.done_runs == 0:
+            driven.finish()
+
+    outcome = BackfillDriver(driven.backfills, driven.backfill, driven.plan.runs, driven.launcher, parallel=1).run(
+        finish
+    )
+    assert (outcome.done, driven.launcher.launched) == (True, [])
 
 
 @pytest.mark.parametrize("parallel", [1, 3])

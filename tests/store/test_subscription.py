@@ -23,6 +23,7 @@ from eventsql_orchestration.errors import (
     ValidationError,
 )
 from eventsql_orchestration.store import Change, RecordedChange, Store, Subscription, SubscriptionOptions
+from eventsql_orchestration.store.order import GlobalOrder
 from eventsql_orchestration.store.subscription import Progress
 from eventsql_orchestration.threads import start_thread
 from tests.effects import FullDiskError, MuteError, fail_and_close, stand_still
@@ -136,6 +137,25 @@ def test_a_late_commit_between_looking_at_the_newest_and_reading_is_not_passed(
     assert drain(subscribed(store, during, types=["rider"])) == 2
     assert drain(subscribed(store, types=["rider"])) == 1
     assert effects(store) == [1, 0, 3]
+
+
+def test_a_change_that_commits_between_reading_and_moving_the_subscription_is_not_passed(
+    store: Store, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    early, read = sessions(), GlobalOrder.read
+    put(store, "1", 1, connection=early)
+    subscription = subscribed(store)
+
+    def before_the_commit(*arguments: Any) -> list[RecordedChange]:
+        found = read(*arguments)
+        early.commit()
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GlobalOrder, "read", before_the_commit)
+        assert drain(subscription) == 0
+    assert drain(subscription) == 1
+    assert effects(store) == [1]
 
 
 def test_a_failed_change_is_tried_again_and_those_before_it_count(store: Store) -> None:
