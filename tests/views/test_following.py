@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
+from itertools import combinations_with_replacement, count
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from eventsql_orchestration.errors import ValidationError, ViewNotFoundError
 from eventsql_orchestration.views import LogEntry, LogFollower, Logs, LogsView, Views
 from eventsql_orchestration.views import following as following_module
 from eventsql_orchestration.views.logs import _following
+from eventsql_orchestration.views.view_table import ViewTable
 from tests.fixtures import Sessions
 from tests.plans import custom_plan
 from tests.views.conftest import DAY, NOON, SECOND
@@ -120,6 +123,45 @@ def test_wrong_arguments_are_refused(runs: LogsView, views: Views) -> None:
         runs.follow(text="")
     with pytest.raises(ViewNotFoundError):
         views.logs(Logs("unknown")).follow()
+
+
+def test_lines_that_commit_between_the_statements_of_a_look_are_given_once(
+    runs: LogsView, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    early, late = sessions(), sessions()
+    statements = ((LogFollower, "_newest"), (ViewTable, "writers"), (following_module, "fetch_raw"))
+
+    def write_and_commit() -> None:
+        write(late, runs, "late")
+        late.commit()
+
+    def given_by_looks(places: tuple[int, ...]) -> list[str]:
+        steps = list(zip(places, (lambda: write(early, runs, "early"), write_and_commit, early.commit), strict=True))
+        passed = count()
+
+        def go_on() -> None:
+            place = next(passed)
+            while steps and steps[0][0] <= place:
+                steps.pop(0)[1]()
+
+        def followed_by_steps(statement: Callable[..., Any]) -> Callable[..., Any]:
+            def called(*arguments: Any, **named: Any) -> Any:
+                result = statement(*arguments, **named)
+                go_on()
+                return result
+
+            return called
+
+        follower = runs.follow()
+        go_on()
+        with monkeypatch.context() as patch:
+            for where, name in statements:
+                patch.setattr(where, name, followed_by_steps(getattr(where, name)))
+            given = polled(follower)
+        return [*given, *polled(follower), *polled(follower)]
+
+    for places in combinations_with_replacement(range(len(statements) + 1), 3):
+        assert sorted(given_by_looks(places)) == ["early", "late"], places
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
