@@ -607,6 +607,37 @@ def test_a_backfill_that_is_deleted_after_its_last_run_is_not_done(driven: Drive
         conclude(driven.backfill, driven.plan.runs, outcome)
 
 
+def test_a_backfill_that_is_deleted_before_its_end_is_asked_for_is_not_done(driven: Driven) -> None:
+    with driven.platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.consumer SET eql_last_event_id = 30 WHERE eql_name ~ '__backfill_'")
+
+    def delete(now: DriverProgress) -> None:
+        assert now.done_runs == now.runs
+        driven.backfills.delete(driven.backfill)
+
+    outcome = BackfillDriver(driven.backfills, driven.backfill, driven.plan.runs, driven.launcher, parallel=1).run(
+        delete
+    )
+    assert (outcome.done, outcome.failures) == (False, {})
+
+
+def test_a_run_that_ends_while_its_window_is_looked_at_has_not_failed(
+    driven: Driven, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = driven.launcher.ended
+
+    def end(runs: Any) -> dict[str, Ended]:
+        if driven.launcher.launched:
+            with driven.platform.database.connection() as connection:
+                connection.execute("UPDATE eventsql.consumer SET eql_last_event_id = 30 WHERE eql_name ~ '__backfill_'")
+            driven.launcher.results = dict.fromkeys(driven.keys, Ended(True))
+        return ended(runs)
+
+    monkeypatch.setattr(driven.launcher, "ended", end)
+    outcome = driven.run(parallel=3)
+    assert (outcome.done, outcome.failures) == (True, {})
+
+
 def test_a_new_backfill_of_the_same_id_is_not_taken_for_the_deleted_one(driven: Driven) -> None:
     def replace() -> None:
         driven.backfills.delete(driven.backfill)

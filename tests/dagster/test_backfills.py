@@ -419,6 +419,8 @@ def test_a_finished_backfill_is_known_until_its_id_is_used_again(bench: Workbenc
     assert replay(bench, location.fragile_backfill, run.key("one")).success
     assert backfills.finished("orders", "one", "fragile") == {None}
     assert backfills.finished("orders", "one", "ranges") == set()
+    backfills.register(plan, "another")
+    assert backfills.finished("orders", "one", "fragile") == {None}
     backfills.delete(backfills.register(plan, "one"))
     assert backfills.finished("orders", "one", "fragile") == set()
 
