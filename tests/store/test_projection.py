@@ -319,6 +319,17 @@ def test_an_interrupted_rebuild_goes_on_where_it_was(store: Store, projections: 
     assert sums(store) == {"1": (15, 6)}
 
 
+def test_a_rebuild_that_has_applied_changes_goes_on_without_filling_its_tables(
+    store: Store, projections: Projections
+) -> None:
+    put(store, "1", *range(5))
+    with pytest.raises(RuntimeError):
+        projections.rebuild("sums", batch=2, on_progress=_fail)
+    filled: list[object] = []
+    assert projections.rebuild("sums", fill=filled.append) == 5
+    assert (sums(store), filled) == ({"1": (10, 5)}, [])
+
+
 def test_a_rebuild_that_was_under_way_in_a_dump_begins_anew_where_the_dump_was_adopted(
     store: Store, projections: Projections
 ) -> None:

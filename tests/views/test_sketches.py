@@ -80,11 +80,12 @@ def test_visitors_are_counted_once_and_quantiles_are_those_of_all(database: Data
 
 def test_slots_buckets_and_dimensions_are_merged_when_they_are_read(database: Database, visits: RollupView) -> None:
     for slot in range(3):
-        add(database, visits, *(visit(f"v{at % 4}", at, at, f"page {at % 2}") for at in range(10)), slot=slot)
+        entries = (visit(f"v{slot} {at % 4}", at, at, f"page {at % 2}") for at in range(10))
+        add(database, visits, *entries, slot=slot)
     add(database, visits, visit("other", 99), tenant="acme")
     (hour,) = visits.read(every=HOUR, by=())
-    assert (hour.count, visitors(hour), times(hour, 0, 1)) == (30, 4, [0, 9])
-    assert [visitors(each) for each in visits.read(every=HOUR)] == [2, 2]
+    assert (hour.count, visitors(hour), times(hour, 0, 1)) == (30, 12, [0, 9])
+    assert [visitors(each) for each in visits.read(every=HOUR)] == [6, 6]
     assert [visitors(each) for each in visits.read(every=HOUR, tenant="acme")] == [1]
 
 
