@@ -372,6 +372,7 @@ def test_a_restored_store_is_read_and_written_only_after_its_changes_were_adopte
 def test_changes_of_transactions_that_this_server_has_not_had_are_refused(store: Store) -> None:
     put(store, "1", 1)
     with store.database.connection() as connection:
+        connection.execute("UPDATE eventsql.aggregate SET eql_transaction = '900000000'")
         connection.execute("UPDATE eventsql.aggregate_change SET eql_transaction = '900000000'")
         connection.execute("UPDATE eventsql.store_home SET eql_server = NULL")
     with pytest.raises(DatabaseError, match="eventsql store adopt"):
