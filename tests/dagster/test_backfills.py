@@ -33,6 +33,7 @@ from eventsql_orchestration.orchestration.backfills.registry import Backfills
 from eventsql_orchestration.orchestration.backfills.windows import (
     Backfill,
     Plan,
+    Replayed,
     ReplayRange,
     Window,
     check_id,
@@ -44,6 +45,7 @@ from eventsql_orchestration.topics.positions import AtOffset, AtTime, Back, Earl
 from eventsql_orchestration.topics.side_consumers import MARK
 from tests.dagster import backfill_location as location
 from tests.dagster.conftest import Workbench, registering
+from tests.dagster.location import record
 from tests.dagster.processes import run_process
 from tests.forms import change_time, change_value, drop_events
 from tests.waiting import wait_until
@@ -562,6 +564,25 @@ def test_a_run_leaves_a_leased_window_alone_and_takes_it_after_the_lease(
     with bench.platform.claims.heartbeat(claim, lease=6.0):  # type: ignore[arg-type]
         assert "run elsewhere replays this window now" in failure(replay(bench, location.fragile_backfill, key))
     assert replay(bench, location.fragile_backfill, key).success, "its lease ends"
+    assert bench.effects() == ids
+
+
+def test_a_run_that_another_run_overtakes_before_its_claim_replays_nothing_behind_its_window(
+    bench: Workbench, backfills: Backfills, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = bench.publish("orders", 6)
+    plan = everything(backfills, "fragile", window_events=3)
+    backfill = backfills.register(plan, "one")
+
+    def overtaken(self: Backfills, topic: str, part: Replayed, limit: int) -> int:
+        found = left(self, topic, part, limit)
+        monkeypatch.undo()
+        assert bench.platform.consumers.consume_once(topic, part.name, record, max_events=2) == 2
+        return found
+
+    left = Backfills.left
+    monkeypatch.setattr(Backfills, "left", overtaken)
+    replay_all(bench, location.fragile_backfill, plan, backfill)
     assert bench.effects() == ids
 
 
