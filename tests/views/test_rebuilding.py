@@ -779,6 +779,15 @@ def test_a_rebuild_that_ends_during_a_poll_gives_a_follower_no_line_again(
         follower.poll()
 
 
+def test_entries_in_another_order_are_another_timeline(world: World, database: Database) -> None:
+    world.publish(*range(8))
+    world.consume()
+    with database.connection() as connection:
+        connection.execute("UPDATE eventsql.view_steps SET eql_id = -eql_id WHERE eql_resource = 'a'")
+    compared = world.views.compare(Steps())
+    assert (compared.missing, compared.surplus) == (2, 2)
+
+
 def test_entries_beyond_the_retention_are_not_compared(world: World) -> None:
     definition: Definition = replace(Lines.view, retention=10 * 365 * DAY)
     world.views.declare(definition)
