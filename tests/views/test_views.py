@@ -76,6 +76,8 @@ def test_a_retention_a_value_and_a_language_may_be_added(database: Database, vie
         views.rollup(Rollup("moves", MINUTE)).add(connection, [RollupEntry(NOON)])
     wider = Rollup("moves", MINUTE, values=("weight",), retention=None)
     assert views.declare(wider, Logs("tracking", language="simple", retention=DAY)) == ["moves", "tracking"]
+    (older,) = views.rollup(wider).read()
+    assert (older.count, older.values["weight"]) == (1, Measure(Decimal(0), None, None))
     with database.transaction() as connection:
         views.rollup(wider).add(connection, [RollupEntry(NOON, values={"weight": 7})])
         views.rollup(wider).add(connection, [RollupEntry(NOON + MINUTE, values={"weight": 2})], slot=3)
