@@ -64,11 +64,9 @@ class StagedBlocks:
         self._appender = LogAppender(schema)
 
     def find(self, connection: Connection, attempts: Sequence[uuid.UUID]) -> list[StagedBlock]:
-        """The unpublished blocks of attempts, in the order of `attempts` and then of their positions."""
+        """The unpublished blocks of attempts, by attempt and position."""
         rows = connection.execute(self._queries("staged_blocks"), {"attempts": list(attempts)})
-        blocks = [StagedBlock(*row) for row in rows]
-        order = {attempt: number for number, attempt in enumerate(attempts)}
-        return sorted(blocks, key=lambda block: (order[block.attempt], block.position))
+        return [StagedBlock(*row) for row in rows]
 
     def publish(self, connection: Connection, attempts: Sequence[uuid.UUID], staged: Sequence[StagedBlock]) -> None:
         """Publish the blocks of attempts, in that order; `staged` are the blocks that `find` has given.

@@ -198,7 +198,7 @@ class CommitLog:
     # The events
 
     def find(self, connection: Connection, portion: Portion) -> list[StagedBlock]:
-        """The blocks of a portion, in order. Raises `DatabaseError` if one is missing."""
+        """The blocks of a portion. Raises `DatabaseError` if one is missing."""
         found = self._blocks.find(connection, portion.attempts)
         blocks: dict[uuid.UUID, list[StagedBlock]] = {}
         for block in found:
