@@ -552,15 +552,13 @@ def test_a_process_that_may_not_write_leaves_the_release_of_a_consumer_to_others
     assert consume_on(platform, "shard-3") == [1]
 
 
-def test_nobody_releases_a_consumer_while_another_process_moves_it(
-    dsns: list[str], opened: Open, addition: Adding
-) -> None:
+def test_nobody_releases_a_consumer_while_it_is_moved(dsns: list[str], opened: Open, addition: Adding) -> None:
     platform = opened(*dsns[:2]).open()
     addition(dsns).execute()
     platform.add_url(dsns[2])
     joined = platform.shards[2].store
-    with joined.barrier():
-        joined.hold("orders", "mailer")
+    assert (platform.held_back(), joined.held()) == ([], [])
+    with platform._barriers.moving("orders", "mailer"):
         assert platform.held_back() == []
         assert joined.held() == [("orders", "mailer")]
     assert platform.held_back() == []
