@@ -165,8 +165,8 @@ SELECT EXISTS (
       AND EXISTS (SELECT FROM {schema}.consumer_delivery d WHERE d.eql_cursor = k.eql_id)
 );
 
--- resume -- Let the events of a consumer that failed, or that wait for a database, be due at once, with all their attempts;
--- those that are being handled now are left alone.
+-- resume -- Let the events of a consumer that failed, or that wait for a database, be due at once, with all their attempts.
+-- Events that are being handled stay as they are.
 WITH failed AS MATERIALIZED (
     SELECT d.eql_cursor, d.eql_id
     FROM {schema}.consumer_cursor k JOIN {schema}.consumer_delivery d ON d.eql_cursor = k.eql_id
