@@ -9,6 +9,8 @@ from typing import Any
 import dagster as dg
 import psycopg
 import pytest
+from dagster._core.definitions.job_base import InMemoryJob
+from dagster._core.execution.api import execute_run
 
 from eventsql_orchestration import Event, Topic
 from eventsql_orchestration.consumer import EVERY_EVENT, EventFilter
@@ -345,6 +347,28 @@ def test_a_replay_whose_step_dagster_retries_does_not_begin_anew(bench: Workbenc
     found = again(bench, define(stumble, batch=2, retry_policy=dg.RetryPolicy(max_retries=3)), requested, replay=True)
     assert not found.success
     assert bench.effects() == [*ids, *ids[:2]], "the batch before the one that failed, once"
+
+
+def test_a_run_whose_step_dagster_retries_does_not_replay_the_range_that_it_has_just_committed(
+    bench: Workbench,
+) -> None:
+    """It executes a run again that had succeeded without a commit. Its connection breaks in its second range."""
+    calls = itertools.count()
+
+    def cut_off(events: Sequence[Event], connection: Connection) -> None:
+        record(events, connection)
+        if next(calls) == 1:
+            connection.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+
+    definition = define(cut_off, retry_policy=dg.RetryPolicy(max_retries=1), max_events=2, drain_seconds=600.0)
+    ids = bench.publish("rides", 4)
+    requested, job = bench.request(definition), bench.job(definition)
+    parent = bench.requested(definition, requested, dg.DagsterRunStatus.SUCCESS)
+    run = bench.instance.create_run_for_job(
+        job, run_config=requested.run_config, tags=dict(requested.tags), parent_run_id=parent, root_run_id=parent
+    )
+    assert execute_run(InMemoryJob(job), run, bench.instance).success
+    assert bench.effects() == ids[:2]
 
 
 @pytest.mark.parametrize("tags", [AUTOMATIC, {}])
