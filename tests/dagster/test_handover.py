@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ import pytest
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.claims import Claim, PartitionClaims
 from eventsql_orchestration.dagster import EventSQLResource, RunLimits, consumer_asset
+from eventsql_orchestration.dagster.consumers import handover
 from eventsql_orchestration.dagster.consumers.consumer_tick import ConsumerWatch, PartitionTick
 from eventsql_orchestration.dagster.consumers.handover import RunDraining, comes_soon
 from eventsql_orchestration.dagster.tags import SUCCEEDS_TAG
@@ -233,8 +235,14 @@ def test_a_successor_comes_soon_once_it_has_left_the_queue(bench: Workbench) -> 
     assert not comes_soon("other", bench.instance)
 
 
-def test_a_successor_that_gets_no_events_ends_with_the_run_before_it(bench: Workbench) -> None:
+@pytest.mark.parametrize("deleted", [False, True])
+def test_a_successor_that_gets_no_events_ends_with_the_run_before_it(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch, *, deleted: bool
+) -> None:
+    monkeypatch.setattr(handover, "PATIENCE", math.inf)
     succeeded = bench.run(long)
+    if deleted:
+        bench.instance.delete_run(succeeded.run_id)
     config = {"ops": {"long": {"config": {"partition": -1, "succeeds": succeeded.run_id}}}}
     assert bench.run(long, dg.RunRequest(run_config=config)).success
     assert bench.claims() == []
