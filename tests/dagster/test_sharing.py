@@ -23,9 +23,10 @@ from eventsql_orchestration.dagster import (
     range_asset,
     share_runs,
 )
-from eventsql_orchestration.dagster.tags import SHARED_TAG
+from eventsql_orchestration.dagster.tags import CLAIM_TAG, SHARED_TAG
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.orchestration.owners import owner_of_run
 from eventsql_orchestration.orchestration.trace.tracer import Tracer
 from tests.dagster.conftest import Workbench, registering, request_of
 from tests.dagster.location import record
@@ -91,8 +92,9 @@ def test_consumers_that_share_runs_have_one_job_and_one_sensor() -> None:
 def test_one_run_consumes_the_waiting_events_of_all_consumers(bench: Workbench) -> None:
     definitions = define()
     assert tick(bench, definitions) == "no events wait for rides/first, trips/second"
-    ids = bench.publish("rides", 3) + bench.publish("trips", 4, partition=0) + bench.publish("trips", 5, partition=1)
+    ids = bench.publish("trips", 4, partition=0) + bench.publish("trips", 5, partition=1)
     requested = request(bench, definitions)
+    ids += bench.publish("rides", 3)
     result = execute(bench, definitions, requested)
     assert result.success
     assert materialized(result) == {"first": 3, "second": 9}
@@ -130,8 +132,26 @@ def test_the_run_after_a_dead_run_consumes_its_range_and_the_waiting_events(benc
     assert again.run_key != dead.run_key
     assert execute(bench, definitions, again).success
     assert sorted(bench.effects()) == sorted(ids)
+    bench.publish("rides", 1)
     assert not execute(bench, definitions, dead).success
-    assert len(bench.effects()) == len(ids), "its claim is another run's, and nothing waits"
+    assert len(bench.effects()) == len(ids), "its claim is another run's: it leaves the event to the next run"
+
+
+@pytest.mark.parametrize("status", [dg.DagsterRunStatus.STARTED, dg.DagsterRunStatus.FAILURE])
+def test_a_dead_run_of_a_paused_consumer_keeps_no_other_from_its_turn(
+    bench: Workbench, status: dg.DagsterRunStatus
+) -> None:
+    definitions = define()
+    bench.publish("rides", 3)
+    dead = request(bench, definitions)
+    run = bench.instance.create_run_for_job(bench.job(*definitions), tags=dict(dead.tags), status=status)
+    bench.platform.claims.adopt(int(dead.tags[CLAIM_TAG]), owner=owner_of_run(run.run_id))
+    bench.platform.registry.pause("rides", "first")
+    if status is dg.DagsterRunStatus.STARTED:
+        bench.end_lease(definitions[0])
+
+    bench.publish("trips", 2, partition=0)
+    assert request(bench, definitions).tags["eventsql/consumer"] == "second"
 
 
 def test_a_claim_whose_lease_has_ended_goes_before_waiting_events(bench: Workbench) -> None:
