@@ -102,6 +102,6 @@ class Barriers:
                 shard.store.hold(topic, consumer)
             yield
             for shard in self._joined():
-                # If the topic's partitions have changed on the shard, the move has set how far the consumer may go.
+                # The shard may have joined meanwhile.
                 shard.store.hold(topic, consumer)
         self.settle()

@@ -565,6 +565,21 @@ def test_nobody_releases_a_consumer_while_it_is_moved(dsns: list[str], opened: O
     assert joined.held() == []
 
 
+def test_a_shard_that_joins_while_a_consumer_is_moved_back_holds_the_consumer_back(
+    dsns: list[str], opened: Open, addition: Adding
+) -> None:
+    addition(dsns).execute(only_prepare=True)
+    platform, old = opened(*dsns), shard_of_key(MOVING, BEFORE)
+    platform.publisher.publish(publication(MOVING, 0))
+    platform.transfer.run_once()
+    assert consume_on(platform, old) == [0]
+    with platform._barriers.moving("orders", "mailer"):
+        addition(dsns).execute()
+        assert opened(*dsns).held_back() == [], "another process releases it"
+        platform._cluster.fan_out(lambda shard: shard.seeker.execute("orders", "mailer", Earliest()))
+    assert [(each.shard, each.waits_for) for each in platform.held_back()] == [("shard-3", (old,))]
+
+
 def test_a_shard_that_was_restored_from_an_older_backup_is_fenced_again(
     dsns: list[str], databases: Databases, opened: Open, addition: Adding
 ) -> None:
