@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -151,19 +152,19 @@ def _usage(error: click.ClickException) -> str:
 class _Messages(logging.Handler):
     """Shows the library's log records as lines of the program.
 
-    After a warning of a logger, its next record of the level INFO is shown, too: it says that its thread goes on.
+    For each warning of a logger, one later record of the level INFO is shown, too: it says that a thread goes on.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._warned: set[str] = set()
+        self._warned: Counter[str] = Counter()
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno >= logging.WARNING:
-            self._warned.add(record.name)
+            self._warned[record.name] += 1
         elif self.level > logging.DEBUG:
-            if record.name in self._warned:
-                self._warned.discard(record.name)
+            if self._warned[record.name]:
+                self._warned[record.name] -= 1
                 say(record.getMessage())
             return
         complain(f"{record.levelname.lower()}: {record.getMessage()}")

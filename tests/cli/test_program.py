@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import subprocess
@@ -17,7 +18,7 @@ import pytest
 
 from eventsql_orchestration import EventSQL, Topic
 from eventsql_orchestration.cli import main
-from eventsql_orchestration.cli.application import whole_program
+from eventsql_orchestration.cli.application import _shown_log, whole_program
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.database.translation import IF_LOST
@@ -183,6 +184,14 @@ def test_a_command_does_its_work_though_nobody_reads_its_messages(
     os.close(writer)
     process.communicate(b"1\n", timeout=PATIENCE)
     assert (process.returncode, platform.reader.count("rides")) == (0, 1)
+
+
+def test_a_command_tells_of_the_end_of_each_wait_that_its_log_has_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+    log = logging.getLogger("eventsql_orchestration.publishing.transfer")
+    with _shown_log(debug=False):
+        for level in (logging.INFO, *[logging.WARNING] * 2, *[logging.INFO] * 3):
+            log.log(level, "a shard")
+    assert capsys.readouterr().err.splitlines() == ["eventsql: warning: a shard"] * 2 + ["eventsql: a shard"] * 2
 
 
 def test_a_database_that_is_down_is_one_line(invoke: Run, directory: Path, closed_port: int) -> None:
