@@ -215,8 +215,9 @@ class QueueWorkers(Running):
             logger.warning("the effects of a message were rolled back: %s", lost)
         except BaseException as error:  # noqa: BLE001 - a handler may raise anything, and ends no thread
             if disk_is_full(error):
-                self._give_back([message])
+                # First, because another worker may handle the message as soon as it is back.
                 self._note_full(message, error)
+                self._give_back([message])
                 self._stop.wait(LONGEST_AWAY)
             elif self._is_blameless(message, connection, error):
                 self._give_back_once_possible(message)
