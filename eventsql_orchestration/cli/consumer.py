@@ -179,7 +179,7 @@ def pause(context: CliContext, topic: TopicName, consumer: ConsumerName) -> None
 
 @command(consumer)
 def resume(context: CliContext, topic: TopicName, consumer: ConsumerName) -> None:
-    """Resume CONSUMER, and retry an event that blocks it."""
+    """Resume CONSUMER, and retry an event that blocks it or waits for its next attempt."""
     with context.platform() as platform:
         platform.registry.resume(topic, consumer)
     say(f"consumer {consumer!r} of topic {topic!r} resumed")

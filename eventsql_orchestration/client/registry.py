@@ -325,7 +325,7 @@ class ClusterRegistry:
         self._cluster.fan_out(lambda shard: shard.registry.pause(topic, name))
 
     def resume(self, topic: str, name: str) -> None:
-        """End a pause, and give an event that blocks a partition a fresh set of attempts.
+        """End a pause. An event that blocks a partition, or that waits, is due at once, with a fresh set of attempts.
 
         Waits and raises as `pause`.
         """

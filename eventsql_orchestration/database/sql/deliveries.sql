@@ -165,9 +165,9 @@ SELECT EXISTS (
       AND EXISTS (SELECT FROM {schema}.consumer_delivery d WHERE d.eql_cursor = k.eql_id)
 );
 
--- resume -- Let the events of a consumer that failed, or that wait for a database, be due at once, with all their attempts.
--- Events that are being handled stay as they are.
-WITH failed AS MATERIALIZED (
+-- resume -- Let events that failed, or that wait for a database, be due at once, with all their attempts. Events that are
+-- being handled stay as they are.
+WITH waiting AS MATERIALIZED (
     SELECT d.eql_cursor, d.eql_id
     FROM {schema}.consumer_cursor k JOIN {schema}.consumer_delivery d ON d.eql_cursor = k.eql_id
     WHERE k.eql_topic = %(topic)s AND k.eql_consumer = %(consumer)s
@@ -176,8 +176,8 @@ WITH failed AS MATERIALIZED (
 )
 UPDATE {schema}.consumer_delivery d
 SET eql_attempts = 0, eql_failure = NULL, eql_due_at = NULL
-FROM failed
-WHERE d.eql_cursor = failed.eql_cursor AND d.eql_id = failed.eql_id;
+FROM waiting
+WHERE d.eql_cursor = waiting.eql_cursor AND d.eql_id = waiting.eql_id;
 
 -- hold -- Wait for the handlers that have events of partitions, and keep other processes from taking the events.
 SELECT FROM {schema}.consumer_cursor k JOIN {schema}.consumer_delivery d ON d.eql_cursor = k.eql_id
