@@ -83,8 +83,8 @@ def in_thread(name: str, function: Callable[[], Result], *, daemon: bool = True)
 
 def result_of(future: Future[Result]) -> Result:
     """Wait for the result of a function that runs in a thread. Ctrl-C always ends the wait."""
-    while not wait((future,), SIGNAL_SECONDS).done:
-        pass
+    while not future.done():
+        wait((future,), SIGNAL_SECONDS)
     return future.result()
 
 

@@ -255,8 +255,8 @@ def delete(
         if execute:
             platform.registry.unregister_topic(topic, force=force)
             say(f"topic {topic!r} deleted")
-            idle = [each for shard in platform.members() for each in lazy.Captures(shard).idle_triggers()]
-            say_idle(each for each in idle if each[1] == topic)
+            for shard in platform.members():
+                say_idle(each for each in lazy.Captures(shard).idle_triggers() if each[1] == topic)
             return
         events = sum(each.events + each.buffered for each in statistics(platform, [topic]))
         names = {state.name for state in platform.registry.consumers(topic)}
