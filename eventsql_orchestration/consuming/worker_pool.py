@@ -224,12 +224,12 @@ class Consumption(Running):
             asked = {slot.key.partition: slot.needed(now) for slot in slots}
             try:
                 found = self._look(asked)
-                with self._poller:
-                    self._queue_ready(slots, asked, found, woken=woken)
-                    if failed:
-                        # With the lock: a worker's next error may have this name, if the consumer has one partition.
-                        self._answered(self._name)
-                        failed = False
+                # Before a worker's next error, which has this name if the consumer has one partition.
+                ended = failed and self._faults.pop(self._name, None) is not None
+                self._queue_ready(slots, asked, found, woken=woken)
+                failed = False
+                if ended:
+                    logger.info("%s goes on with %s", self._name, self._where)
             except BaseException as error:  # noqa: BLE001 - reported
                 # If the thread died, its partitions would stop silently.
                 failed = True
@@ -258,35 +258,35 @@ class Consumption(Running):
     def _queue_ready(
         self, slots: list[_Slot], asked: dict[int, int], found: dict[int, float | None], *, woken: bool
     ) -> None:
-        """Queue the slots with events, and leave the others idle. Call with the lock held."""
-        now = time.monotonic()
-        self._add_slots(found)
-        for slot in slots:
-            partition = slot.key.partition
-            slot.deaf = False
-            if partition not in found:
-                slot.due = now + self._idle_delay()
-                slot.empty = asked[partition] == 1
-                if slot.empty:
-                    slot.least = 1
+        with self._poller:
+            now = time.monotonic()
+            self._add_slots(found)
+            for slot in slots:
+                partition = slot.key.partition
+                slot.deaf = False
+                if partition not in found:
+                    slot.due = now + self._idle_delay()
+                    slot.empty = asked[partition] == 1
+                    if slot.empty:
+                        slot.least = 1
+                    else:
+                        slot.due = min(slot.due, slot.enough_at)
+                    continue
+                if slot.empty and not woken and self._notified():
+                    # `_wake` takes this back if the notification arrives later.
+                    self._unannounced_at = now
+                slot.empty = False
+                ready_in = found[partition]
+                if ready_in == 0:
+                    del self._idle[partition]
+                    self._queue.append(slot)
+                    self._queued.notify()
                 else:
-                    slot.due = min(slot.due, slot.enough_at)
-                continue
-            if slot.empty and not woken and self._notified():
-                # `_wake` takes this back if the notification arrives later.
-                self._unannounced_at = now
-            slot.empty = False
-            ready_in = found[partition]
-            if ready_in == 0:
-                del self._idle[partition]
-                self._queue.append(slot)
-                self._queued.notify()
-            else:
-                # Look no later than usual: the consumer may be resumed, or the lease released.
-                slot.due = now + min(self._polling_delay, ready_in or self._polling_delay)
-        if not self._stop.is_set():
-            # Last, because the present workers go on if no further thread can be started.
-            self._start_workers()
+                    # Look no later than usual: the consumer may be resumed, or the lease released.
+                    slot.due = now + min(self._polling_delay, ready_in or self._polling_delay)
+            if not self._stop.is_set():
+                # Last, because the present workers go on if no further thread can be started.
+                self._start_workers()
 
     def _add_slots(self, found: dict[int, float | None]) -> None:
         """Add a slot, due at once, for each partition that is new to the consumer."""
