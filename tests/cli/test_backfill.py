@@ -491,11 +491,19 @@ class Driven:
     def fail(self, *keys: str) -> None:
         self.launcher.results |= dict.fromkeys(keys, Ended(False, "it broke"))
 
-    def finish(self) -> None:
-        """Replay and end it as another command would."""
+    def replay(self) -> None:
+        """Replay its windows, as the runs of another command would."""
         with self.platform.database.connection() as connection:
             connection.execute("UPDATE eventsql.consumer SET eql_last_event_id = 30 WHERE eql_name ~ '__backfill_'")
+
+    def finish(self) -> None:
+        """Replay and end it as another command would."""
+        self.replay()
         assert self.backfills.finish(self.backfill)
+
+    def drive(self, on_progress: Callable[[DriverProgress], None], **options: Any) -> Outcome:
+        driver = BackfillDriver(self.backfills, self.backfill, self.plan.runs, launcher=self.launcher, **options)
+        return driver.run(on_progress)
 
     def run(self, then: Callable[[], None] = lambda: None, **options: Any) -> Outcome:
         """Drive it; `then` is called when a run is under way."""
@@ -505,9 +513,7 @@ class Driven:
             if now.running and not self.launcher.results:
                 then()
 
-        return BackfillDriver(self.backfills, self.backfill, self.plan.runs, launcher=self.launcher, **options).run(
-            note
-        )
+        return self.drive(note, **options)
 
 
 @pytest.fixture
@@ -562,9 +568,7 @@ def test_no_run_is_launched_beside_the_run_of_another_command_with_one_run_at_a_
         if now.done_runs == 0:
             driven.finish()
 
-    outcome = BackfillDriver(driven.backfills, driven.backfill, driven.plan.runs, driven.launcher, parallel=1).run(
-        finish
-    )
+    outcome = driven.drive(finish, parallel=1)
     assert (outcome.done, driven.launcher.launched) == (True, [])
 
 
@@ -591,9 +595,7 @@ def test_a_deleted_backfill_is_not_done(driven: Driven) -> None:
 
 
 def test_a_backfill_that_is_deleted_after_its_last_run_is_not_done(driven: Driven) -> None:
-    # All windows are replayed; the consumer that the backfill was to leave does not exist.
-    with driven.platform.database.connection() as connection:
-        connection.execute("UPDATE eventsql.consumer SET eql_last_event_id = 30 WHERE eql_name ~ '__backfill_'")
+    driven.replay()
     finish = driven.backfills.finish
 
     def delete_first(backfill: Backfill) -> bool:
@@ -608,16 +610,13 @@ def test_a_backfill_that_is_deleted_after_its_last_run_is_not_done(driven: Drive
 
 
 def test_a_backfill_that_is_deleted_before_its_end_is_asked_for_is_not_done(driven: Driven) -> None:
-    with driven.platform.database.connection() as connection:
-        connection.execute("UPDATE eventsql.consumer SET eql_last_event_id = 30 WHERE eql_name ~ '__backfill_'")
+    driven.replay()
 
     def delete(now: DriverProgress) -> None:
         assert now.done_runs == now.runs
         driven.backfills.delete(driven.backfill)
 
-    outcome = BackfillDriver(driven.backfills, driven.backfill, driven.plan.runs, driven.launcher, parallel=1).run(
-        delete
-    )
+    outcome = driven.drive(delete, parallel=1)
     assert (outcome.done, outcome.failures) == (False, {})
 
 
@@ -628,8 +627,7 @@ def test_a_run_that_ends_while_its_window_is_looked_at_has_not_failed(
 
     def end(runs: Any) -> dict[str, Ended]:
         if driven.launcher.launched:
-            with driven.platform.database.connection() as connection:
-                connection.execute("UPDATE eventsql.consumer SET eql_last_event_id = 30 WHERE eql_name ~ '__backfill_'")
+            driven.replay()
             driven.launcher.results = dict.fromkeys(driven.keys, Ended(True))
         return ended(runs)
 

@@ -11,6 +11,7 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -853,24 +854,17 @@ def test_a_transfer_that_was_closed_opens_again(platform: EventSQL) -> None:
     assert platform.transfer.run_once() == {"orders": 1}
 
 
-def test_a_writer_that_is_closed_in_the_last_moment_of_its_session_keeps_no_connection(platform: EventSQL) -> None:
-    writer = platform.shards[0].transfer._writer
+def test_a_writer_that_is_closed_in_the_last_moment_of_its_session_keeps_no_connection(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, lock = platform.shards[0].transfer._writer, threading.Lock()
 
-    class ClosedWhileHeld:
-        """The writer's lock; the writer is closed in the last moment before its release."""
+    def close_and_release() -> None:
+        if not writer.broken:
+            writer.close()
+        lock.release()
 
-        def __init__(self) -> None:
-            self._lock = writer._mutex
-
-        def acquire(self, *, blocking: bool = True, timeout: float = -1) -> bool:
-            return self._lock.acquire(blocking, timeout)
-
-        def release(self) -> None:
-            if not writer.broken:
-                writer.close()
-            self._lock.release()
-
-    writer._mutex = ClosedWhileHeld()  # type: ignore[assignment]  # it has the methods that are called
+    monkeypatch.setattr(writer, "_mutex", SimpleNamespace(acquire=lock.acquire, release=close_and_release))
     with writer.session():
         writer.look(None)
     assert writer.broken
