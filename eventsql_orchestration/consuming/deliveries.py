@@ -383,7 +383,7 @@ class Deliveries:
             logger.info("%s goes on with %s", self._where, self._database)
 
     def _waited(self, delivery: Delivery) -> float:
-        """The seconds since the first error of an event that has not failed was noted."""
+        """The seconds since an event's first error that is no failure of it was noted; 0 before."""
         since = self._waiting.get((delivery.cursor, delivery.event.id))
         return 0.0 if since is None else monotonic() - since
 

@@ -395,14 +395,14 @@ PUBLISHES = """
 import _thread, sys, threading, time
 from eventsql_orchestration import EventSQL, Publication
 
-def interrupt_at_a_line(main=threading.get_ident()):
+def interrupt_where_it_waits(main=threading.get_ident()):
     sys.stdin.readline()
     place = None
     while place != (place := (sys._current_frames()[main].f_code, sys._current_frames()[main].f_lasti)):
         time.sleep(0.05)
     _thread.interrupt_main()
 
-threading.Thread(target=interrupt_at_a_line, daemon=True).start()
+threading.Thread(target=interrupt_where_it_waits, daemon=True).start()
 with EventSQL(*sys.argv[1:], transfer=False) as platform:
     platform.publisher.publish_all(Publication("orders", b"", key=key) for key in %r * %d)
 """
