@@ -34,6 +34,7 @@ from eventsql_orchestration.cli.tables import (
 )
 from eventsql_orchestration.consuming import dead_letter_values
 from eventsql_orchestration.consuming.dead_letter_values import DeadLetter, LetterFilter
+from eventsql_orchestration.topics.side_consumers import backfill_of
 from eventsql_orchestration.validation import counted
 
 if TYPE_CHECKING:
@@ -186,9 +187,12 @@ def redrive(
     With options, only the dead letters that meet all of them. Dead letters that were redriven or dismissed before are
     left out without --again.
 
-    The dead letters of a backfill are left out too: every consumer of TOPIC gets the events that are published again,
-    and other consumers had handled these events. --backfill ID or --id publishes them anyway. To hand them to the
-    backfill's consumer alone, replay their offsets: `eventsql backfill TOPIC CONSUMER --from OFFSET --to OFFSET`.
+    Every consumer of TOPIC gets the events that are published again, also one that has handled them. Their metadata
+    `redriven_consumer` names the consumer that had given them up. To hand an event to one consumer of Dagster or
+    Airflow alone, replay its offset: `eventsql backfill TOPIC CONSUMER --from OFFSET --to OFFSET`.
+
+    The dead letters of a backfill are left out too, because other consumers had handled their events. --backfill ID or
+    --id publishes them anyway.
     """
     wanted = _letters(**conditions)
     with context.platform(transfer=execute) as platform:
@@ -204,6 +208,7 @@ def redrive(
             return
 
         plan = platform.dead_letters.plan_redrive(topic, wanted, limit=limit, again=again)
+        consumers = {each.name for each in platform.registry.consumers(topic) if backfill_of(each.name) is None}
     if as_json:
         write_json({**asdict(plan), "executed": False})
     else:
@@ -212,6 +217,11 @@ def redrive(
             "would be published again": "redrives",
         }  # fmt: skip
         show_fields(picked(plan, texts))
+    if plan.redrives and len(consumers) > 1:
+        say(
+            f"note: all {len(consumers)} consumers of the topic get the events, also those that have handled them: a "
+            "handler may leave out an event whose metadata `redriven_consumer` names another consumer"
+        )
     would = f"{counted(plan.redrives, 'dead letter')} of topic {topic!r} would be published again"
     say_plan(would, number=plan.redrives)
 

@@ -68,6 +68,9 @@ class ClusterDeadLetters:
     ) -> int:
         """Publish the oldest `limit` selected dead letters of `topic` to it again, in order. Gives their number.
 
+        Every consumer of the topic gets the events, also one that has handled them. Their metadata `redriven_consumer`
+        names the consumer that had given them up.
+
         Each letter is redriven once, even if several redrives run at the same time, or one crashes. With `again`,
         letters that were redriven or dismissed before are redriven too. Every 1,000 letters are one transaction, which
         stays committed if a later transaction fails. Letters that come while this runs are left for the next redrive,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from datetime import datetime, timedelta
 
 import pytest
 
-from eventsql_orchestration import EventSQL, Publication, Topic
+from eventsql_orchestration import Connection, Consumer, Event, EventSQL, Publication, Topic
 from tests.cli.conftest import Run
 from tests.cli.mailer import TOPIC, fail, prepare, prepare_dead_letter
 
@@ -34,6 +35,25 @@ def test_a_dead_letter_is_redriven_once(run: Run, platform: EventSQL) -> None:
     assert [event.value for event in platform.reader.read(TOPIC)] == [b'{"id": 1}'] * 2
     assert json.loads(run("dlt", "list", TOPIC, "--json").stdout)[0]["redriven"] is True
     assert "0 dead letters" in run("dlt", "redrive", TOPIC, "--execute").stderr
+
+
+def test_the_plan_of_a_redrive_says_that_consumers_which_have_handled_the_events_get_them_too(
+    run: Run, platform: EventSQL
+) -> None:
+    assert "note:" not in run("dlt", "redrive", TOPIC).stderr
+
+    def given_up_by(events: Sequence[Event], connection: Connection) -> None:
+        seen.extend(event.metadata.get("redriven_consumer") for event in events)
+
+    seen: list[str | None] = []
+    platform.registry.register_consumer(Consumer(TOPIC, "ledger", partitioned=True))
+    platform.consumers.consume_once(TOPIC, "ledger", given_up_by)
+
+    assert "note: all 2 consumers" in run("dlt", "redrive", TOPIC).stderr
+    run("dlt", "redrive", TOPIC, "--execute")
+    platform.consumers.consume_once(TOPIC, "ledger", given_up_by)
+    assert seen == [None, "mailer"]
+    assert "note:" not in run("dlt", "redrive", TOPIC).stderr
 
 
 def test_a_dead_letter_is_dismissed_once(run: Run, platform: EventSQL) -> None:
