@@ -43,6 +43,9 @@ def erase(
     They are erased in the log, the buffer and the dead letters. Keys, offsets and times stay: consumers get such an
     event without a value. This cannot be undone. Copies elsewhere stay, such as views, queues, archives, backups and
     the database's write-ahead log. If it is interrupted, run it again.
+
+    If TOPIC has the changes of a captured table, first delete or change the rows of the key: the event of such a change
+    holds the former row.
     """
     wanted = sorted({*keys, *(() if key_file is None else _keys_of(key_file))})
     if not wanted:
