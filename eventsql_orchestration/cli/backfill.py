@@ -92,7 +92,9 @@ _FAILURES: Final = f"Stop after N dead letters and failed runs together  [defaul
 class _Options(TypedDict):
     start: Annotated[Place | None, option(_FROM, "--from")]
     end: Annotated[Place | None, option(_TO, "--to")]
-    window_events: Annotated[int | None, option("Cut the range into windows of N events.", type=POSITIVE)]
+    window_events: Annotated[
+        int | None, option("Cut the range into windows of N events, all partitions together.", type=POSITIVE)
+    ]
     window: Annotated[timedelta | None, option("Cut the range into windows of time: 1h, 1d.")]
     partition: Partition
     parallel: Annotated[int, option("At most N runs at once.", type=Whole(1, 64), default=2)]
