@@ -105,7 +105,11 @@ def create(
 
 @command(queue, "list")
 def list_all(context: CliContext, as_json: AsJson) -> None:
-    """List the queues with the numbers of their messages."""
+    """List the queues with the numbers of their messages.
+
+    Column dead counts the messages that have moved to the queue's dead letters and are still there. Column oldest is
+    the age of the message that was sent first, and column waiting the longest wait of a visible message.
+    """
     with context.platform() as platform:
         found = [Queue(platform, each.name).statistics() for each in _definitions(platform)]
     columns: Columns = {
