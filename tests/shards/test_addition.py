@@ -32,7 +32,7 @@ from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.topics import registry
 from eventsql_orchestration.topics.positions import Earliest, Latest
 from tests.conftest import Prepared
-from tests.forms import stored
+from tests.forms import drop_events, stored
 from tests.shards.adding import KEYS, add_shard, start
 from tests.shards.conftest import Databases, Open, Until
 from tests.waiting import PATIENCE, wait_until
@@ -454,6 +454,22 @@ def test_a_consumer_gets_no_event_of_the_new_shard_before_those_of_the_old_ones(
     consume_on(platform, other)
     assert platform.held_back() == []
     assert consume_on(platform, "shard-3") == [1]
+
+
+def test_a_consumer_waits_for_no_event_that_retention_has_deleted(
+    dsns: list[str], opened: Open, addition: Adding
+) -> None:
+    platform = opened(*dsns[:2])
+    platform.registry.register_consumer(Consumer("orders", "whole"))
+    platform.publisher.publish(publication(MOVING, 0))
+    addition(dsns).execute()
+    platform.add_url(dsns[2])
+    assert {each.consumer for each in platform.held_back()} == {"mailer", "whole"}
+    with platform.shards[0].database.connection() as connection:
+        drop_events(connection, "orders", 1)
+    platform.publisher.publish_all([publication(key, 1) for key in STAYING])
+    platform.transfer.run_once()
+    assert platform.held_back() == []
 
 
 def test_the_transfer_goes_on_when_a_shard_goes_down_while_it_releases_consumers(
