@@ -182,8 +182,7 @@ class ConsumerWatch:
                 f"{named(sorted(sight.standings))}, and is defined for {topic.partitions}"
             )
         answer: dg.RunRequest | dg.SkipReason = NothingYet(f"no events wait after offset {standing.offset}")
-        taken = standing.claim is not None or standing.leased or standing.paused
-        if taken or self.needs_attention(sight, standing, tick):
+        if standing.leased or standing.paused or self.needs_attention(sight, standing, tick):
             answer = self.attend(sight, standing, tick)
         if isinstance(answer, dg.RunRequest):
             return [answer]
