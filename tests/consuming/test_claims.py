@@ -504,8 +504,8 @@ def by_its_own_adoption(platform: EventSQL, claimed: Claim) -> Claim:
 def registered_anew(platform: EventSQL, claimed: Claim) -> Claim:
     platform.registry.unregister_consumer("orders", "whole")
     platform.registry.register_consumer(Consumer("orders", "whole"))
-    anew = claim(platform, owner="successor")
-    # The same epoch and the same offset: the claim alone tells them apart.
+    anew = claim(platform, owner=claimed.owner)
+    # The same owner, epoch and offset: the claim alone tells them apart.
     assert (anew.epoch, anew.position) == (claimed.epoch, claimed.position)
     return anew
 
