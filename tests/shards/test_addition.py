@@ -664,8 +664,10 @@ def test_a_platform_with_a_prepared_shard_works_with_what_that_shard_lacks(
     handled: list[str | None] = []
     with platform.consumers.start("late", "reader", lambda event, _: handled.append(event.key), polling_delay=0.05):
         platform.publisher.publish_all([Publication("late", b"", key=key) for key in KEYS])
+        for _ in dsns:
+            platform.publisher.publish(Publication("late", b""))
         platform.transfer.run_once()
-        wait_until(lambda: sorted(map(str, handled)) == sorted(KEYS))
+        wait_until(lambda: sorted(map(str, handled)) == sorted([*KEYS, *["None"] * 3]))
     assert {state.shard for state in platform.registry.consumers("late")} == {*BEFORE}
     assert {move.shard for move in platform.seeker.plan("late", "reader", Earliest())} == {*BEFORE}
     assert platform.consumers.consume_once("late", "reader", lambda *_: None) == 0
