@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
+from unittest.mock import Mock
 
 import psycopg
 import pytest
@@ -17,7 +18,7 @@ from eventsql_orchestration.consumer import ConsumerState
 from eventsql_orchestration.consuming import deliveries, failures, lost_connections, queue_consumption, worker_pool
 from eventsql_orchestration.consuming.leases import Lease
 from eventsql_orchestration.consuming.lost_connections import FREE_LOSSES, LostConnections
-from eventsql_orchestration.database import Connection
+from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import DatabaseFullError, DatabaseUnavailableError
 from eventsql_orchestration.queue import Queue
@@ -347,3 +348,22 @@ def test_an_event_whose_leased_handler_wraps_the_error_of_a_lost_connection_keep
     with platform.consumers.start_leased("orders", "mailer", handle, polling_delay=0.02):
         until(lambda: state_of(platform).last_event_id == 10 or state_of(platform).attempts)
     assert effects(platform) == list(range(1, 11))
+
+
+def test_an_event_whose_leased_handler_cannot_begin_its_next_transaction_keeps_its_attempts(
+    platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_pool, "FAULT_DELAY", 0.01)
+    away = iter([DatabaseUnavailableError])
+
+    def handle(events: Sequence[Event], lease: Lease) -> None:
+        if (error := next(away, None)) is not None:
+            with suppress(DatabaseUnavailableError), lease.transaction() as connection:
+                connection.close()
+            with monkeypatch.context() as patched:
+                patched.setattr(Database, "transaction", Mock(side_effect=error))
+                lease.commit()
+
+    with platform.consumers.start_leased("orders", "mailer", handle, max_events=1, polling_delay=0.02):
+        until(lambda: state_of(platform).last_event_id == 10 or state_of(platform).attempts)
+    assert state_of(platform).attempts == 0
