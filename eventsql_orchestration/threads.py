@@ -100,6 +100,11 @@ def others_alive(threads: Iterable[threading.Thread]) -> bool:
     return any(thread.is_alive() for thread in threads if thread is not current)
 
 
+def log_recovery(logger: logging.Logger, message: str, *arguments: object) -> None:
+    """Log at the level INFO that a thread goes on after an error that it has logged. Commands show this record, too."""
+    logger.info(message, *arguments, extra={"recovery": True}, stacklevel=2)
+
+
 def after_commit(wake: Callable[Arguments, object]) -> Callable[Arguments, None]:
     """A function that calls `wake`, which wakes threads and processes, and logs its errors.
 

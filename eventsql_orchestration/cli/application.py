@@ -10,7 +10,6 @@ import logging
 import os
 import re
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -150,22 +149,17 @@ def _usage(error: click.ClickException) -> str:
 
 
 class _Messages(logging.Handler):
-    """Shows the library's log records as lines of the program.
+    """Shows the library's log records as lines of the program: with `debug` all, else warnings and their ends."""
 
-    For each warning of a logger, one later record of the level INFO is shown, too: it says that a thread goes on.
-    """
+    def __init__(self, *, debug: bool) -> None:
+        super().__init__(logging.DEBUG if debug else logging.INFO)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._warned: Counter[str] = Counter()
+    def filter(self, record: logging.LogRecord) -> bool:
+        return self.level == logging.DEBUG or record.levelno >= logging.WARNING or hasattr(record, "recovery")
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno >= logging.WARNING:
-            self._warned[record.name] += 1
-        elif self.level > logging.DEBUG:
-            if self._warned[record.name]:
-                self._warned[record.name] -= 1
-                say(record.getMessage())
+        if hasattr(record, "recovery"):
+            say(record.getMessage())
             return
         complain(f"{record.levelname.lower()}: {record.getMessage()}")
         shown = record.exc_text or (record.exc_info and record.exc_info[1])
@@ -175,8 +169,7 @@ class _Messages(logging.Handler):
 
 @contextmanager
 def _shown_log(*, debug: bool) -> Iterator[None]:
-    messages, logger = _Messages(), logging.getLogger(_PACKAGE)
-    messages.setLevel(logging.DEBUG if debug else logging.INFO)
+    messages, logger = _Messages(debug=debug), logging.getLogger(_PACKAGE)
     before = logger.level
     logger.addHandler(messages)
     logger.setLevel(messages.level)

@@ -33,7 +33,7 @@ from eventsql_orchestration.shards.barriers import Barriers
 from eventsql_orchestration.shards.cluster import Cluster
 from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.shards.two_phase_coordinator import TwoPhaseCoordinator
-from eventsql_orchestration.threads import in_thread
+from eventsql_orchestration.threads import in_thread, log_recovery
 from eventsql_orchestration.validation import Duration, in_seconds
 
 logger = logging.getLogger(__name__)
@@ -371,5 +371,5 @@ class ClusterTransfer:
                 stop.wait(pause_while_away(failures))
             else:
                 if failures:
-                    logger.info("the transfer goes on")
+                    log_recovery(logger, "the transfer goes on")
                 return

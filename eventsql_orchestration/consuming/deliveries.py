@@ -32,6 +32,7 @@ from eventsql_orchestration.errors import ClaimLostError, DatabaseBusyError, Dat
 from eventsql_orchestration.model import Event, how_often
 from eventsql_orchestration.storage.erasing import FAILURE, copy_events, erased_meanwhile
 from eventsql_orchestration.storage.reading import BATCH_BYTES, LogReader, bytes_of
+from eventsql_orchestration.threads import log_recovery
 from eventsql_orchestration.validation import counted
 
 logger = logger_of_errors(__name__)
@@ -380,7 +381,7 @@ class Deliveries:
         waited = [self._waiting.pop((each.cursor, each.event.id), None) for each in deliveries]
         if self._told is not None and any(since is not None for since in waited):
             self._told = None
-            logger.info("%s goes on with %s", self._where, self._database)
+            log_recovery(logger, "%s goes on with %s", self._where, self._database)
 
     def _waited(self, delivery: Delivery) -> float:
         """The seconds since an event's first error that is no failure of it was noted; 0 before."""

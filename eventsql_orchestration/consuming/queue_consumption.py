@@ -24,7 +24,7 @@ from eventsql_orchestration.consuming.worker_pool import FAULT_DELAY, IDLE_POLLI
 from eventsql_orchestration.database.notifications import LOG, Listener
 from eventsql_orchestration.errors import ClaimLostError, DatabaseBusyError, DatabaseUnavailableError, EventSQLError
 from eventsql_orchestration.retry import pause_while_away
-from eventsql_orchestration.threads import join_all, others_alive, start_thread
+from eventsql_orchestration.threads import join_all, log_recovery, others_alive, start_thread
 
 logger = logger_of_errors(__name__)
 
@@ -450,7 +450,7 @@ class QueueConsumption(Running):
             self._failing.difference_update(what)
             if not self._failing:
                 self._fault = None
-                logger.info("%s goes on with %s", self._name, self._where)
+                log_recovery(logger, "%s goes on with %s", self._name, self._where)
 
     def _report(self, what: str | int, error: BaseException) -> None:
         self._failing.add(what)

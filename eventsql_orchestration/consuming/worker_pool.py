@@ -19,7 +19,7 @@ from eventsql_orchestration.consuming.throttle import Throttle
 from eventsql_orchestration.consuming.tracebacks import logger_of_errors
 from eventsql_orchestration.database.notifications import LOG, Listener
 from eventsql_orchestration.errors import ClaimLostError, DatabaseBusyError, DatabaseUnavailableError, EventSQLError
-from eventsql_orchestration.threads import join_all, others_alive, start_thread
+from eventsql_orchestration.threads import join_all, log_recovery, others_alive, start_thread
 from eventsql_orchestration.validation import Duration, check_batch, in_seconds
 
 logger = logger_of_errors(__name__)
@@ -229,7 +229,7 @@ class Consumption(Running):
                 self._queue_ready(slots, asked, found, woken=woken)
                 failed = False
                 if ended:
-                    logger.info("%s goes on with %s", self._name, self._where)
+                    log_recovery(logger, "%s goes on with %s", self._name, self._where)
             except BaseException as error:  # noqa: BLE001 - reported
                 # If the thread died, its partitions would stop silently.
                 failed = True
@@ -328,7 +328,7 @@ class Consumption(Running):
 
     def _answered(self, what: str) -> None:
         if self._faults.pop(what, None) is not None:
-            logger.info("%s goes on with %s", what, self._where)
+            log_recovery(logger, "%s goes on with %s", what, self._where)
 
     def _report(self, what: str, error: BaseException) -> None:
         if self._cancellation.cancelled:

@@ -17,7 +17,7 @@ from eventsql_orchestration.database.translation import describe
 from eventsql_orchestration.errors import DatabaseError, EventSQLError, PermissionDeniedError, ValidationError
 from eventsql_orchestration.publishing.log_writer import LogWriter, SmallerBatchError
 from eventsql_orchestration.storage.reading import MAX_OFFSET
-from eventsql_orchestration.threads import after_commit
+from eventsql_orchestration.threads import after_commit, log_recovery
 from eventsql_orchestration.validation import Duration, in_seconds
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ class Transfer:
                 pause = min(pause * 2, max(longest, MAX_RETRY_DELAY))
                 continue
             if fault is not None:
-                logger.info("the transfer goes on with %s", self._database)
+                log_recovery(logger, "the transfer goes on with %s", self._database)
                 pause, fault = FIRST_DELAY, None
             if counts and on_moved is not None:
                 on_moved(counts)
@@ -177,7 +177,7 @@ class Transfer:
                         again = again or self._writer.more
                         self._suspected.discard(topic)
                         if counts[topic] and self._logged.pop(topic, None):
-                            logger.info("the transfer of topic %r goes on with %s", topic, self._database)
+                            log_recovery(logger, "the transfer of topic %r goes on with %s", topic, self._database)
                     except SmallerBatchError as error:
                         logger.info("the next batch is smaller, because this one failed: %s", error)
                         again = True

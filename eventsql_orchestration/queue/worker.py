@@ -29,7 +29,7 @@ from eventsql_orchestration.queue.held_messages import HeldMessages
 from eventsql_orchestration.queue.message_queue import MessageQueue
 from eventsql_orchestration.queue.values import Message
 from eventsql_orchestration.retry import LONGEST_AWAY, doubled, pause_while_away
-from eventsql_orchestration.threads import join_all, start_thread
+from eventsql_orchestration.threads import join_all, log_recovery, start_thread
 from eventsql_orchestration.validation import Duration, check_seconds, counted
 
 logger = logger_of_errors(__name__)
@@ -171,7 +171,7 @@ class QueueWorkers(Running):
                 )
                 pause = 0.0 if messages else self._queue.pause()
                 if failures:
-                    logger.info("a worker of queue %r goes on", self._queue.name)
+                    log_recovery(logger, "a worker of queue %r goes on", self._queue.name)
                 failures = 0
             except (ClosedError, QueueNotFoundError) as error:
                 logger.warning("a worker of queue %r ends: %s", self._queue.name, error)
@@ -230,7 +230,7 @@ class QueueWorkers(Running):
                 if has_room:
                     self._waiting.clear()
             if has_room:
-                logger.info("the workers of queue %r go on", self._queue.name)
+                log_recovery(logger, "the workers of queue %r go on", self._queue.name)
 
     def _note_full(self, message: Message, error: BaseException) -> None:
         """Log that a message waits for room: once, whichever worker meets the full disk, while it lasts."""

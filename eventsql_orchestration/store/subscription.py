@@ -28,7 +28,7 @@ from eventsql_orchestration.forks import after_fork
 from eventsql_orchestration.store.change import RecordedChange, StoreCheckpoint
 from eventsql_orchestration.store.dead_letters import StoreDeadLetter, change_of, letters
 from eventsql_orchestration.store.order import Filters, GlobalOrder
-from eventsql_orchestration.threads import start_thread
+from eventsql_orchestration.threads import log_recovery, start_thread
 from eventsql_orchestration.validation import Duration, check_name, check_seconds, check_whole, counted, in_seconds
 
 logger = logger_of_errors(__name__)
@@ -328,7 +328,7 @@ class Subscription:
                     delay, fault = FAULT_DELAY, ""
                 else:
                     if fault is not None:
-                        logger.info("subscription %s goes on with %s", self.name, self._database)
+                        log_recovery(logger, "subscription %s goes on with %s", self.name, self._database)
                         fault = None
                     if progress.more:
                         continue

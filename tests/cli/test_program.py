@@ -22,6 +22,7 @@ from eventsql_orchestration.cli.application import _shown_log, whole_program
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.database.translation import IF_LOST
+from eventsql_orchestration.threads import log_recovery
 from tests.cli.conftest import PROGRAM, Run, Start, one_line
 from tests.waiting import PATIENCE
 
@@ -186,12 +187,13 @@ def test_a_command_does_its_work_though_nobody_reads_its_messages(
     assert (process.returncode, platform.reader.count("rides")) == (0, 1)
 
 
-def test_a_command_tells_of_the_end_of_each_wait_that_its_log_has_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_shows_warnings_of_its_log_and_their_ends(capsys: pytest.CaptureFixture[str]) -> None:
     log = logging.getLogger("eventsql_orchestration.publishing.transfer")
     with _shown_log(debug=False):
-        for level in (logging.INFO, *[logging.WARNING] * 2, *[logging.INFO] * 3):
-            log.log(level, "a shard")
-    assert capsys.readouterr().err.splitlines() == ["eventsql: warning: a shard"] * 2 + ["eventsql: a shard"] * 2
+        log.info("the next batch is smaller")
+        log.warning("it waits")
+        log_recovery(log, "it goes on with %s", "shard-1")
+    assert capsys.readouterr().err.splitlines() == ["eventsql: warning: it waits", "eventsql: it goes on with shard-1"]
 
 
 def test_a_database_that_is_down_is_one_line(invoke: Run, directory: Path, closed_port: int) -> None:
