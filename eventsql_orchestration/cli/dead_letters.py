@@ -122,6 +122,16 @@ def _tell_of_backfills(platform: EventSQL, topic: str, wanted: LetterFilter) -> 
         say(f"{left_out}: `eventsql dlt list {topic} --backfill {backfill}` lists them")
 
 
+def _tell_of_consumers(platform: EventSQL, topic: str, redrives: int) -> None:
+    """Say that a redrive does not choose a consumer, if there are several."""
+    consumers = {each.name for each in platform.registry.consumers(topic) if backfill_of(each.name) is None}
+    if redrives and len(consumers) > 1:
+        say(
+            f"note: all {len(consumers)} consumers of the topic get the events, also those that have handled them: a "
+            "handler may leave out an event whose metadata `redriven_consumer` names another consumer"
+        )
+
+
 def _source_partition(letter: DeadLetter) -> str:
     partition = str(letter.metadata.get(dead_letter_values.SOURCE_PARTITION, "-"))
     try:
@@ -205,10 +215,11 @@ def redrive(
             if as_json:
                 write_json({"redriven": redriven, "executed": True})
             say(f"{counted(redriven, 'dead letter')} of topic {topic!r} published again")
+            _tell_of_consumers(platform, topic, redriven)
             return
 
         plan = platform.dead_letters.plan_redrive(topic, wanted, limit=limit, again=again)
-        consumers = {each.name for each in platform.registry.consumers(topic) if backfill_of(each.name) is None}
+        _tell_of_consumers(platform, topic, plan.redrives)
     if as_json:
         write_json({**asdict(plan), "executed": False})
     else:
@@ -217,11 +228,6 @@ def redrive(
             "would be published again": "redrives",
         }  # fmt: skip
         show_fields(picked(plan, texts))
-    if plan.redrives and len(consumers) > 1:
-        say(
-            f"note: all {len(consumers)} consumers of the topic get the events, also those that have handled them: a "
-            "handler may leave out an event whose metadata `redriven_consumer` names another consumer"
-        )
     would = f"{counted(plan.redrives, 'dead letter')} of topic {topic!r} would be published again"
     say_plan(would, number=plan.redrives)
 
