@@ -83,6 +83,17 @@ def test_a_compacted_log_has_the_same_events_in_fewer_blocks(single: EventSQL, s
     assert (again.blocks, again.into) == (0, 0)
 
 
+def test_a_compacted_block_has_no_more_ids_than_a_window(single: EventSQL, session: Connection) -> None:
+    for _ in range(20):
+        single.publisher.publish_all([Publication("orders", b"", key="k")] * 7)
+        single.transfer.run_once()
+    before = content(single.reader.read("orders"))
+    assert single.compactor.execute("orders").blocks > 100
+    longer = "SELECT eql_id FROM eventsql.orders_block WHERE coalesce(eql_span, eql_events) > 30"
+    assert session.execute(longer).fetchall() == []
+    assert content(single.reader.read("orders")) == before
+
+
 def test_a_log_whose_ids_come_to_their_end_is_compacted(single: EventSQL, session: Connection) -> None:
     session.execute("SELECT setval('eventsql.orders_block_eql_id_seq', %s)", [2**63 - 80])
     session.execute("SELECT eventsql.make_segments('orders', 100, 1)")
