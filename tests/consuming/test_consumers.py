@@ -755,7 +755,7 @@ def test_partitions_with_more_events_than_a_batch_take_slots(platform: EventSQL,
 
 
 def test_a_batch_that_does_not_end_in_time_is_rolled_back_and_its_partition_is_free(
-    platform: EventSQL, until: Until, halt: Halt
+    platform: EventSQL, until: Until, halt: Halt, caplog: pytest.LogCaptureFixture
 ) -> None:
     ids = fill(platform, 10, "payments")
     raised: list[Exception] = []
@@ -778,6 +778,7 @@ def test_a_batch_that_does_not_end_in_time_is_rolled_back_and_its_partition_is_f
     assert effects(platform) == ids
     (state,) = platform.registry.consumer("payments", "mailer")
     assert (state.consumed_events, state.attempts) == (10, 0)
+    assert "lost its connection" not in caplog.text
 
 
 def test_a_statement_that_does_not_end_in_time_is_cancelled_and_no_failure_of_its_event(
