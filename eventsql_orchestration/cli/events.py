@@ -99,6 +99,7 @@ def tail(
                     after[shard], found_any = last, True
             if not found_any:
                 if not follow:
+                    _tell_of_buffered(sum(shard.buffered().get(topic, 0) for shard in after))
                     return
                 wake.wait(_FOLLOW_DELAY)
                 wake.clear()
@@ -144,6 +145,11 @@ def _woken_by(platform: EventSQL, topic: str, *, follow: bool) -> threading.Even
         for shard in platform.members():
             shard.listener.subscribe(lazy.LOG, topic, wake.set)
     return wake
+
+
+def _tell_of_buffered(events: int) -> None:
+    if events:
+        say(f"{counted(events, 'event')} not transferred yet: `eventsql transfer --once` moves them")
 
 
 def _before(shard: Shard, topic: str, start: Place) -> int:
@@ -256,9 +262,7 @@ class _Printer:
         refused = [_explain(lag) for lag in waiting if lag.cause is not LagCause.TRANSFER]
         if refused:
             raise EventSQLError("; ".join(refused))
-        if waiting:
-            events = sum(lag.buffered for lag in waiting)
-            say(f"{counted(events, 'event')} not transferred yet: `eventsql transfer --once` moves them")
+        _tell_of_buffered(sum(lag.buffered for lag in waiting))
 
     def _say_once(self, waiting: list[ConsumerLag]) -> None:
         explained = [_explain(lag, count=False) for lag in waiting if lag.cause in _STOPPED]

@@ -274,9 +274,12 @@ def test_a_partition_that_another_consumption_has_locked_is_a_failure(
     assert "another consumption of consumer 'mailer' has its partition" in result.stderr
 
 
-def test_events_that_are_not_transferred_yet_are_mentioned(run: Run, consumer: str, platform: EventSQL) -> None:
+@pytest.mark.parametrize("command", [("consume", TOPIC, "mailer"), ("tail", TOPIC)], ids=lambda command: command[0])
+def test_events_that_are_not_transferred_yet_are_mentioned(
+    run: Run, platform: EventSQL, command: tuple[str, ...]
+) -> None:
     platform.publisher.publish(Publication(TOPIC, b"1"))
-    result = run("consume", TOPIC, consumer)
+    result = run(*command)
     assert (result.exit_code, result.stdout) == (0, "")
     assert result.stderr == "eventsql: 1 event not transferred yet: `eventsql transfer --once` moves them\n"
 
