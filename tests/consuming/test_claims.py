@@ -591,13 +591,15 @@ def test_a_claim_whose_lease_expired_is_its_owners_as_long_as_nobody_takes_it(pl
 
 
 def test_an_expired_lease_is_claimed_anew_from_the_same_offset(platform: EventSQL) -> None:
-    fill(platform, 4)
+    fill(platform, 5)
+    earlier = claim(platform, max_events=1)
+    platform.claims.process(earlier, write)
     dead = claim(platform)
     let_expire(platform)
     fill(platform, 2)
     anew = claim(platform, owner="another")
     assert (anew.range.after, anew.events) == (dead.range.after, 6)
-    assert platform.claims.get(dead.id)[1] == "released"
+    assert [platform.claims.get(each.id)[1] for each in (earlier, dead)] == ["committed", "released"]
     assert platform.claims.live("orders", "whole") == anew
     with pytest.raises(ClaimLostError, match="released before"):
         platform.claims.adopt(dead.id, owner="late")
