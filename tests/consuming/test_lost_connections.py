@@ -22,6 +22,7 @@ from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import DatabaseFullError, DatabaseUnavailableError
 from eventsql_orchestration.queue import Queue
+from eventsql_orchestration.storage.reading import LogReader
 from eventsql_orchestration.store import subscription
 from tests.effects import DISK_IS_FULL, effects, fail_and_close, make_table, stand_still, take_too_long, write
 from tests.fixtures import Terminate, Until
@@ -198,6 +199,18 @@ def test_each_that_waited_for_the_server_tells_that_it_goes_on(
 def test_connections_that_are_lost_within_a_minute_cost_nothing(platform: EventSQL, terminate: Terminate) -> None:
     assert consume(platform, Losing(terminate), times=2 * FREE_LOSSES) == 2 * FREE_LOSSES
     assert (state_of(platform).last_event_id, state_of(platform).failed_event_id) == (0, None)
+
+
+def test_a_connection_that_is_lost_before_its_events_are_read_is_reported_as_such(
+    platform: EventSQL, terminate: Terminate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(_reader: LogReader, connection: Connection, *_: object, **_named: object) -> None:
+        terminate(connection)
+        connection.execute("SELECT 1")
+
+    monkeypatch.setattr(LogReader, "read_batch", lose)
+    with pytest.raises(DatabaseUnavailableError):
+        platform.consumers.consume_once("orders", "mailer", lambda *_: None)
 
 
 def test_a_full_disk_is_no_failure_of_an_event_whose_handler_closes_its_connection(platform: EventSQL) -> None:
