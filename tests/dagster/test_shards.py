@@ -305,6 +305,18 @@ def test_a_run_launched_by_hand_consumes_the_waiting_events_of_every_shard_or_of
     assert {each["shard"] for each in metadata(result, ledger.key)["ranges"]} == {ONE, OTHER}
 
 
+def test_a_run_launched_by_hand_ends_with_the_first_shard_on_which_an_event_fails(shards: dict[str, Workbench]) -> None:
+    def fail(events: Any, connection: Any) -> None:
+        raise ValueError("no")
+
+    definition = consumer_asset(topic=ORDERS, consumer="ledger", partitioned=True, name="ledger", limits=AT_ONCE)(fail)
+    for bench in shards.values():
+        bench.publish("orders", 1, partition=0)
+    assert not shards[ONE].run(definition).success
+    states = [state for bench in shards.values() for state in bench.platform.registry.consumer("orders", "ledger")]
+    assert sum(state.attempts for state in states) == 1
+
+
 def test_consumers_that_share_runs_have_one_at_a_time_on_each_shard(
     eventsql: EventSQLResource, shards: dict[str, Workbench]
 ) -> None:
@@ -395,6 +407,8 @@ def test_a_shard_that_is_down_keeps_no_other_from_being_consumed(
     (told,) = result.asset_materializations_for_node("ledger")
     assert "shard-2" in str(told.metadata["note"].value)
     assert bench.effects() == ids
+    named = dg.RunRequest(run_config={"ops": {"ledger": {"config": {"shard": OTHER}}}})
+    assert not bench.execute(job, named).success
 
 
 def test_a_tick_fails_if_no_shard_can_be_reached(eventsql: EventSQLResource, shards: dict[str, Workbench]) -> None:
