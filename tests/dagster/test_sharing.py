@@ -45,7 +45,7 @@ def failing(events: Sequence[Event], connection: Connection) -> None:
 def define(
     first: Callable[..., Any] = recording, second: Callable[..., Any] = recording
 ) -> tuple[ConsumerDefinition, ...]:
-    limits = RunLimits(max_wait=0.0)
+    limits = RunLimits(max_wait=0.0, drain_seconds=3600.0, drain_idle=3600.0)
     return share_runs(
         "consume_together",
         [
