@@ -290,12 +290,19 @@ def test_a_claim_without_the_name_of_its_shard_is_looked_for_on_no_shard(
     assert shards[ONE].effects() == []
 
 
+@pytest.mark.parametrize(
+    "named",
+    [
+        dg.RunRequest(run_config={"ops": {"ledger": {"config": {"shard": OTHER}}}}),
+        dg.RunRequest(tags={"eventsql/shard": OTHER}),
+    ],
+    ids=["by its config", "by its tag"],
+)
 def test_a_run_launched_by_hand_consumes_the_waiting_events_of_every_shard_or_of_the_named_shard(
-    eventsql: EventSQLResource, shards: dict[str, Workbench], metadata: Metadata
+    eventsql: EventSQLResource, shards: dict[str, Workbench], metadata: Metadata, named: dg.RunRequest
 ) -> None:
     ids = {name: bench.publish("orders", 2) for name, bench in shards.items()}
-    config = {"ops": {"ledger": {"config": {"shard": OTHER}}}}
-    assert shards[ONE].run(ledger, dg.RunRequest(run_config=config)).success
+    assert shards[ONE].run(ledger, named).success
     assert (shards[ONE].effects(), sorted(shards[OTHER].effects())) == ([], ids[OTHER])
     ids[OTHER] += shards[OTHER].publish("orders", 1)
     result = shards[ONE].run(ledger)
@@ -335,8 +342,9 @@ def test_consumers_that_share_runs_have_one_at_a_time_on_each_shard(
     one, other = tick(bench, both[0].sensors[0])
     assert shards_of([one, other]) == [(ONE, 1), (OTHER, 1)]
 
-    # A run consumes the events that wait for all consumers on its shard, and no events of the other shard.
-    assert bench.execute(job, other).success
+    # A run consumes the events that wait for all consumers on its shard, and no events of the other shard. A person
+    # may launch the config without the tags.
+    assert bench.execute(job, dg.RunRequest(run_config=other.run_config)).success
     assert shards[OTHER].effects() == [*ids[OTHER], *ids[OTHER]]
     assert shards[ONE].effects() == []
 
