@@ -267,6 +267,21 @@ def test_a_publication_that_comes_during_a_redefinition_waits_and_goes_by_the_ne
     assert {event.partition for event in platform.reader.read("orders")} == {0}
 
 
+@pytest.mark.parametrize("one", [True, False], ids=["publish", "publish_all"])
+def test_a_publication_goes_by_the_partitions_of_a_topic_that_was_made_anew(
+    platform: EventSQL, elsewhere: EventSQL, *, one: bool
+) -> None:
+    remember(platform)
+    elsewhere.registry.unregister_topic("orders")
+    elsewhere.registry.register_topic(Topic("orders", 1))
+    if one:
+        platform.publisher.publish(order(b"", key="a"))
+    else:
+        platform.publisher.publish_all(numbered(5))
+    platform.transfer.run_once()
+    assert {event.partition for event in platform.reader.read("orders")} == {0}
+
+
 def test_a_redefinition_waits_for_what_is_being_published_and_is_refused_by_it(
     platform: EventSQL, sessions: Sessions, until_blocked: UntilBlocked
 ) -> None:
