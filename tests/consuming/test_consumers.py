@@ -953,7 +953,7 @@ def test_a_consumer_goes_on_with_its_threads_and_says_so_only_once_a_new_partiti
         known, where="here", look=lambda _asked: {0: 0.0, 1: 0.0}, poll=poll, polling_delay=0.01, workers=2
     ) as consumption:
 
-        def stop_it(*_: object) -> None:
+        def stop_it(*_: object, **_named: object) -> None:
             said.append(in_thread("stop", consumption.stop_soon).result(PATIENCE))
 
         # Another thread may be stopping the consumer while the line is written.
