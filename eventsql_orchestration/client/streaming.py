@@ -37,7 +37,6 @@ class _Feed:
 
     def __init__(self, cluster: Cluster, shard: Shard, placed: ShardSet) -> None:
         self.error: BaseException | None = None
-        self.published = 0
         self._queue: queue.SimpleQueue[list[Publication] | None] = queue.SimpleQueue()
         self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(_FEED_CHUNKS):
@@ -47,14 +46,15 @@ class _Feed:
         self._aborted = False
         self._running = in_thread("publish", partial(self._run, cluster, shard, placed))
 
-    def _run(self, cluster: Cluster, shard: Shard, placed: ShardSet) -> None:
+    def _run(self, cluster: Cluster, shard: Shard, placed: ShardSet) -> int:
         try:
             with cluster.using(shard):
-                self.published = shard.publisher.publish_all(self._read(), placed=placed)
+                return shard.publisher.publish_all(self._read(), placed=placed)
         except BaseException as error:  # noqa: BLE001 - raised by the caller's thread
             self.error = error
             # The caller's thread must not wait for room.
             deque(self._chunks, maxlen=0)
+            return 0
 
     def _taken(self) -> Iterator[list[Publication]]:
         while (chunk := self._queue.get()) is not None:
@@ -97,8 +97,9 @@ class _Feed:
                 self._queue.get_nowait()
         self._queue.put(None)
 
-    def join(self) -> None:
-        result_of(self._running)
+    def join(self) -> int:
+        """Wait for the end; gives the number of events that are committed."""
+        return result_of(self._running)
 
 
 def publish_stream(cluster: Cluster, router: Router, publications: Iterator[Publication]) -> int:
@@ -115,7 +116,7 @@ def publish_stream(cluster: Cluster, router: Router, publications: Iterator[Publ
                 feed.join()
         raise
 
-    committed = {name: feed.published for name, feed in feeds.items() if feed.error is None}
+    committed = {name: feed.join() for name, feed in feeds.items() if feed.error is None}
     failed: dict[str, Exception] = {}
     for name, feed in feeds.items():
         if isinstance(feed.error, Exception):
