@@ -7,7 +7,7 @@ from collections import deque
 from itertools import islice
 
 from sqlalchemy.pool import ConnectionPoolEntry, QueuePool
-from sqlalchemy.util.queue import Empty, Queue
+from sqlalchemy.util.queue import Empty, Full, Queue
 
 
 class _FairQueue(Queue[ConnectionPoolEntry]):
@@ -15,6 +15,9 @@ class _FairQueue(Queue[ConnectionPoolEntry]):
 
     SQLAlchemy's queue only wakes a thread. If the thread that gave the connection back takes it again first, the woken
     thread waits again, behind all others. `get(block=False)` may take an item before a woken thread runs.
+
+    Ctrl-C leaves the queue unlocked. SQLAlchemy's queue takes its lock through a condition, which is written in Python:
+    after an interrupt between taking the lock and the block that releases it, other threads would wait for ever.
     """
 
     def _init(self, maxsize: int) -> None:
@@ -27,9 +30,11 @@ class _FairQueue(Queue[ConnectionPoolEntry]):
         return len(self._turns)
 
     def get(self, block: bool = True, timeout: float | None = None) -> ConnectionPoolEntry:
-        if not block:
-            return super().get(block=False)
         with self.mutex:
+            if not block:
+                if self._empty():
+                    raise Empty
+                return self._get()
             turn = threading.Condition(self.mutex)
             try:
                 # Ctrl-C can come at the end of each call.
@@ -44,9 +49,12 @@ class _FairQueue(Queue[ConnectionPoolEntry]):
                     self._wake()
         raise Empty
 
-    def put(self, item: ConnectionPoolEntry, block: bool = True, timeout: float | None = None) -> None:
+    def put(self, item: ConnectionPoolEntry, block: bool = False, timeout: float | None = None) -> None:  # noqa: ARG002
+        # SQLAlchemy's pool never waits for room.
         with self.mutex:
-            super().put(item, block, timeout)
+            if self._full():
+                raise Full
+            self._put(item)
             self._wake()
 
     def _full(self) -> bool:

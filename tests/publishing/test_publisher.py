@@ -380,8 +380,9 @@ def test_a_transaction_of_a_higher_isolation_publishes(platform: EventSQL, sessi
 
 
 @pytest.mark.parametrize("transfer", [True, False])
+@pytest.mark.parametrize("spare", [True, False])
 def test_an_interrupt_right_after_a_lock_was_taken_stops_no_later_publication(
-    dsn: str, until: Until, *, transfer: bool
+    dsn: str, until: Until, *, transfer: bool, spare: bool
 ) -> None:
     """Ctrl-C may come before the block has begun that releases the lock."""
 
@@ -396,10 +397,13 @@ def test_an_interrupt_right_after_a_lock_was_taken_stops_no_later_publication(
         shard = opened.shards[0]
         return not (shard._wake.is_set() or shard.notifier._wake.is_set() or shard.notifier._pending)
 
-    with EventSQL(dsn, transfer=transfer) as opened:
+    with EventSQL(dsn, transfer=transfer) as opened, ExitStack() as in_use:
         # It opens connections and starts threads.
         opened.publisher.publish(order(b"first"))
         until(is_asleep)
+        if not spare:
+            for _ in range(len(opened.database._pool._spares)):
+                in_use.enter_context(opened.database.connection())
         traced = sys.gettrace()
         sys.settrace(interrupt)
         with suppress(KeyboardInterrupt):
