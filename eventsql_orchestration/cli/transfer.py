@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections import Counter
+from operator import itemgetter
 from typing import Annotated, Final
 
 from eventsql_orchestration.cli.context import CliContext
@@ -16,6 +17,9 @@ from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.validation import counted
 
 _REPORT_SECONDS: Final = 1.0
+
+_SHOWN_TOPICS: Final = 10
+"""A report names the topics with the most events, and counts the other topics."""
 
 
 class _Report:
@@ -32,7 +36,10 @@ class _Report:
 
     def flush(self) -> None:
         if self._moved:
-            topics = ", ".join(f"{topic} {events:,}" for topic, events in sorted(self._moved.items()))
+            most = sorted(sorted(self._moved.items()), key=itemgetter(1), reverse=True)[:_SHOWN_TOPICS]
+            topics = ", ".join(f"{topic} {events:,}" for topic, events in most)
+            if others := len(self._moved) - len(most):
+                topics += f", and {counted(others, 'other topic')}"
             say(f"transferred {counted(self._moved.total(), 'event')} ({topics})")
         self._moved.clear()
         self._said = time.monotonic()

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from eventsql_orchestration import EventSQL, Publication
+from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection
 from tests.cli.conftest import Run, Start
 from tests.cli.mailer import TOPIC, prepare
@@ -25,6 +25,14 @@ def test_transfer_once_moves_what_is_there(run: Run, platform: EventSQL) -> None
     assert result.stderr == f"eventsql: transferred 3 events ({TOPIC} 3)\n"
     assert platform.reader.count(TOPIC) == 3
     assert run("transfer", "--once").stderr == "eventsql: nothing to transfer\n"
+
+
+def test_a_transfer_of_many_topics_names_those_with_the_most_events(run: Run, platform: EventSQL) -> None:
+    for number in range(12):
+        platform.registry.register_topic(Topic(f"t{number:02}"))
+        platform.publisher.publish_all(Publication(f"t{number:02}", b"x") for _ in range(2 if number == 11 else 1))
+    names = ", ".join(f"t{number:02} 1" for number in range(9))
+    assert run("transfer", "--once").stderr == f"eventsql: transferred 13 events (t11 2, {names}, and 2 other topics)\n"
 
 
 @pytest.mark.parametrize(("ending", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
