@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import dagster as dg
 import pytest
 from dagster._core.definitions.job_base import InMemoryJob
 from dagster._core.execution.api import execute_run
 
-from eventsql_orchestration import EventSQL
-from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, consumer_asset
+from eventsql_orchestration import EventSQL, Topic
+from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, consumer_asset, share_runs
+from eventsql_orchestration.dagster.tags import CLAIM_TAG
 from eventsql_orchestration.database import Database
-from tests.dagster.conftest import Workbench, sql
+from tests.dagster.conftest import Workbench, request_of, sql
 from tests.dagster.location import AT_ONCE, eager, record
 
 whole = consumer_asset(topic=eager.topic, consumer="eager", name="whole", sensor="consumer", limits=AT_ONCE)(record)
+shared = share_runs(
+    "consume_together",
+    [
+        consumer_asset(topic=Topic("rides"), consumer="first", name="first", limits=AT_ONCE)(record),
+        consumer_asset(topic=Topic("trips"), consumer="second", name="second", limits=AT_ONCE)(record),
+    ],
+)
 
 
 @pytest.fixture
@@ -28,9 +37,9 @@ def before(bench: Workbench) -> dg.RunRequest:
     return request
 
 
-@pytest.fixture
-def anew(before: dg.RunRequest, bench: Workbench, dsn: str) -> Iterator[Workbench]:
-    """The same Dagster over a schema that was dropped and created again."""
+@contextmanager
+def created_again(bench: Workbench, dsn: str, *definitions: ConsumerDefinition) -> Iterator[Workbench]:
+    """The same Dagster over a schema that was dropped and created again, with these consumers."""
     bench.eventsql.platform.close()
     sql(bench.platform, "DROP SCHEMA eventsql CASCADE")
     with Database(dsn) as database:
@@ -40,9 +49,17 @@ def anew(before: dg.RunRequest, bench: Workbench, dsn: str) -> Iterator[Workbenc
             connection.execute("CREATE TABLE effect (position bigserial, id bigint, partition int)")
     resource = EventSQLResource(dsn=dsn)
     with EventSQL(dsn, transfer=False) as platform:
-        eager.register(platform)
+        for definition in definitions:
+            definition.register(platform)
         yield Workbench(platform, resource, bench.instance)
     resource.platform.close()
+
+
+@pytest.fixture
+def anew(before: dg.RunRequest, bench: Workbench, dsn: str) -> Iterator[Workbench]:
+    """The same Dagster over a new schema in which the consumer waits for its first events."""
+    with created_again(bench, dsn, eager) as workbench:
+        yield workbench
 
 
 @pytest.mark.parametrize("definition", [eager, whole], ids=["sensor per partition", "sensor per consumer"])
@@ -103,3 +120,22 @@ def test_a_reexecution_of_selected_steps_replays_no_range_of_the_new_schema(
     assert not execute_run(InMemoryJob(job), again, anew.instance).success
     assert any("restored" in str(entry.dagster_event) for entry in anew.instance.all_logs(again.run_id))
     assert anew.effects() == ids
+
+
+def test_a_shared_run_from_before_the_new_schema_keeps_no_claim_of_it(bench: Workbench, dsn: str) -> None:
+    """While its first step consumes, a shared run keeps the claim of a later step."""
+    for definition in shared:
+        definition.register(bench.platform)
+    bench.publish("trips", 3)
+    before = request_of(bench.tick(shared[0].sensors[0]))
+    assert before.tags["eventsql/consumer"] == "second"
+
+    with created_again(bench, dsn, *shared) as anew:
+        ids = anew.publish("trips", 5)
+        requested = request_of(anew.tick(shared[0].sensors[0]))
+        assert requested.tags[CLAIM_TAG] == before.tags[CLAIM_TAG]
+        made = anew.platform.claims.live("trips", "second")
+        assert anew.execute(anew.job(*shared), before).success
+        assert anew.platform.claims.live("trips", "second") == made, "it is left to its own run"
+        assert anew.execute(anew.job(*shared), requested).success
+        assert anew.effects() == ids
