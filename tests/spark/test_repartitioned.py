@@ -105,6 +105,23 @@ def test_a_running_stream_with_offsets_of_partitions_goes_on_with_new_ones(
     assert second == published(platform, orders)[1_000:]
 
 
+def test_a_stream_to_now_reads_nothing_of_a_partition_that_has_come_since(
+    platform: EventSQL, publish: Publish, orders: str, dsn: str
+) -> None:
+    starting = '{"orders": {"0": -2, "1": -2, "2": -2, "3": -2}}'
+    reader = StreamReader(options(dsn, orders, streaming=True, startingOffsets=starting), read_schema(headers=False))
+    try:
+        start = reader.initialOffset()
+        reader.prepareForTriggerAvailableNow()
+        platform.repartitioner.repartition(orders, 6)
+        publish(200, first=1_000)
+        end = reader.latestOffset(start, ALL)
+        assert sorted(end["orders"]["0"]) == list("012345")
+        assert offsets(reader, reader.partitions(start, end)) == published(platform, orders)[:1_000]
+    finally:
+        reader.stop()
+
+
 def test_a_key_keeps_its_order_from_batch_to_batch_though_it_has_changed_its_partition(
     platform: EventSQL, dsn: str
 ) -> None:
