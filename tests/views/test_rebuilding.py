@@ -760,6 +760,21 @@ def test_rights_stay_and_ids_are_new(world: World, database: Database) -> None:
     assert kept == [(True, True, "way's steps", "minutes")]
 
 
+def test_a_fill_may_leave_the_ids_to_the_table(world: World, database: Database) -> None:
+    world.publish(0, 4)
+    world.consume()
+    before = max(each.id for each in world.views.timeline(Steps.view).read("a"))
+
+    def fill(filling: ViewFilling) -> None:
+        steps = world.views.opened(filling.definition)
+        with database.transaction() as connection:
+            Steps().apply(list(world.platform.reader.read(TOPIC)), steps, connection)
+
+    world.views.rebuild(Steps(), fill=fill)
+    assert min(each.id for each in world.views.timeline(Steps.view).read("a")) > before
+    world.check()
+
+
 def test_a_rebuild_that_ends_during_a_poll_gives_a_follower_no_line_again(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
