@@ -159,15 +159,16 @@ def test_overdue_partitions_are_counted_with_one_connection(database: Database, 
     "other",
     [
         Timeline("moves"),
-        Rollup("moves", timedelta(minutes=2), ("place",), ("weight",)),
-        Rollup("moves", MINUTE, (), ("weight",)),
-        Rollup("moves", MINUTE, ("place",), ()),
-        Rollup("moves", MINUTE, ("place",), ("weight",), period=DAY),
+        Rollup("moves", timedelta(minutes=2), ("place",), ("weight", "price")),
+        Rollup("moves", MINUTE, (), ("weight", "price")),
+        Rollup("moves", MINUTE, ("place",), ("weight",)),
+        Rollup("moves", MINUTE, ("place",), ("price", "weight")),
+        Rollup("moves", MINUTE, ("place",), ("weight", "price"), period=DAY),
     ],
-    ids=["kind", "grain", "dimensions", "values", "period"],
+    ids=["kind", "grain", "dimensions", "values", "order of values", "period"],
 )
 def test_another_form_is_refused_and_changes_nothing(views: Views, other: Definition) -> None:
-    held = Rollup("moves", MINUTE, ("place",), ("weight",))
+    held = Rollup("moves", MINUTE, ("place",), ("weight", "price"))
     views.declare(held)
     with pytest.raises(ViewConflictError, match="moves"):
         views.declare(Timeline("new"), other)
