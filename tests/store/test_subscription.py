@@ -24,7 +24,7 @@ from eventsql_orchestration.errors import (
 )
 from eventsql_orchestration.store import Change, RecordedChange, Store, Subscription, SubscriptionOptions
 from eventsql_orchestration.store.order import GlobalOrder
-from eventsql_orchestration.store.subscription import Progress
+from eventsql_orchestration.store.subscription import FAULT_DELAY, Progress
 from eventsql_orchestration.threads import start_thread
 from tests.effects import FullDiskError, MuteError, fail_and_close, stand_still
 from tests.fixtures import Sessions, Spawn, Terminate, Until, UntilBlocked
@@ -434,6 +434,29 @@ def test_an_error_that_is_back_after_another_one_is_a_line_in_the_log_of_a_subsc
         subscription.run(stop)
     levels = [record.levelname for record in caplog.records if record.name.endswith(".subscription")]
     assert levels == ["WARNING", "ERROR", "WARNING", "INFO"]
+
+
+@pytest.mark.parametrize("error", [DatabaseUnavailableError("gone"), ValueError("odd")])
+def test_a_subscription_that_fails_waits_longer_than_between_two_looks(
+    store: Store, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    subscription, stop, waits, errors = subscribed(store), threading.Event(), list[float](), [error]
+
+    def wait(seconds: float) -> bool:
+        waits.append(seconds)
+        if len(waits) == 2:
+            stop.set()
+        return False
+
+    def fails_once() -> Progress:
+        if errors:
+            raise errors.pop()
+        return Progress()
+
+    monkeypatch.setattr(subscription, "run_once", fails_once)
+    monkeypatch.setattr(subscription._wake, "wait", wait)
+    subscription.run(stop)
+    assert waits == [FAULT_DELAY, SubscriptionOptions().polling_delay]
 
 
 @pytest.mark.parametrize("lose", [stand_still, Connection.close, fail_and_close, None])
