@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import subprocess
 import time
@@ -16,8 +17,10 @@ import pytest
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.consumer import EventFilter
+from eventsql_orchestration.consuming.batch import BatchResult
+from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.consuming.dead_letter_values import BACKFILL, LetterFilter
-from eventsql_orchestration.dagster import BackfillDefinition, ConsumerDefinition
+from eventsql_orchestration.dagster import BackfillDefinition, ConsumerDefinition, RunLimits
 from eventsql_orchestration.dagster.backfills.job import DagsterJob
 from eventsql_orchestration.dagster.local.instance import instance_config
 from eventsql_orchestration.errors import (
@@ -596,6 +599,44 @@ def test_a_run_does_not_wait_for_the_lease_of_an_ended_run(bench: Workbench, bac
     bench.platform.claims.claim("orders", name, owner=f"run {ended.run_id}", lease=3_600.0)
     assert replay(bench, location.fragile_backfill, plan.runs[0].key("one")).success
     assert bench.effects() == ids
+
+
+def test_a_run_does_not_take_a_window_back_from_the_run_that_has_just_claimed_it(
+    bench: Workbench, backfills: Backfills
+) -> None:
+    bench.publish("orders", 5)
+    plan = everything(backfills, "fragile")
+    (name,) = backfills.register(plan, "one").names
+    claims = bench.platform.claims
+    ended = claims.claim("orders", name, owner="run that has ended", lease=3_600.0)
+    assert isinstance(ended, Claim)
+
+    def has_ended(owner: str) -> bool:
+        # The owner that the look at the window has found. Another run is faster.
+        assert owner == "run that has ended"
+        claims.release(ended)
+        claims.claim("orders", name, owner="faster run", lease=3_600.0)
+        return True
+
+    def consume(_claim: Claim) -> BatchResult:
+        raise AssertionError("it claims nothing")
+
+    class LookedAgainError(Exception):
+        pass
+
+    def looked_again(_reason: str) -> None:
+        raise LookedAgainError
+
+    replay = replay_module.WindowReplay(
+        bench.platform.shards[0], "orders", "fragile", consume, RunLimits(), "one", plan.runs[0].window,
+        plan.runs[0].partition, "slower run", logging.getLogger(),
+    )  # fmt: skip
+    replay._wait = looked_again  # type: ignore[method-assign]
+    with pytest.raises(LookedAgainError):
+        replay.run(has_ended)
+    live = claims.live("orders", name)
+    assert live is not None
+    assert live.owner == "faster run"
 
 
 # What a finished backfill leaves
