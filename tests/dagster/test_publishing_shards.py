@@ -17,7 +17,9 @@ from eventsql_orchestration.dagster.lineage.origin import Origin
 from eventsql_orchestration.dagster.lineage.published import add_up
 from eventsql_orchestration.errors import ClaimLostError
 from eventsql_orchestration.orchestration.publication import publish
+from eventsql_orchestration.publishing.two_phase_participant import TwoPhaseParticipant
 from eventsql_orchestration.sharding import shard_of_key
+from eventsql_orchestration.spark.commit_protocol import Publications
 from tests.conftest import Administrator
 from tests.dagster.conftest import NOWHERE, sql
 
@@ -78,6 +80,31 @@ def test_a_repeated_run_learns_that_it_has_published_while_a_shard_is_down(event
     assert (again.events, again.repeated) == (len(ROWS), True)
     down.platform.close()
     assert sum(map(len, events(eventsql.platform).values())) == len(ROWS)
+
+
+def test_a_repeated_run_brings_the_events_that_were_decided_to_the_other_shards(
+    eventsql: EventSQLResource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die() -> None:
+        raise KeyboardInterrupt
+
+    def publish_part(*given: Any) -> None:
+        publishing(*given)
+        # The deciding transaction has committed by then, and this one has not.
+        following: ExitStack = given[-1]
+        following.callback(die)
+
+    publishing = Publications._publish_part
+    origin = Origin("run", "run", "fares")
+    participants = [TwoPhaseParticipant(shard.database) for shard in eventsql.platform.shards]
+    with monkeypatch.context() as patch:
+        patch.setattr(Publications, "_publish_part", publish_part)
+        with pytest.raises(KeyboardInterrupt):
+            publish(origin, ROWS, access=eventsql, topic="fares")
+    assert any(each.open() for each in participants)
+    again = publish(origin, ROWS, access=eventsql, topic="fares")
+    assert not any(each.open() for each in participants)
+    assert sum(span.last - span.first + 1 for span in again.spans) == len(ROWS)
 
 
 def claim_on(eventsql: EventSQLResource, name: str) -> Claim:
