@@ -20,6 +20,7 @@ from eventsql_orchestration.consuming.lag import LagCause
 from eventsql_orchestration.consuming.leases import Lease
 from eventsql_orchestration.consuming.queue_handler import takes_connection
 from eventsql_orchestration.consuming.running import Running
+from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.threads import start_thread
 from tests.effects import MuteError, PanicException
@@ -202,8 +203,12 @@ def test_a_panic_of_a_library_in_rust_is_a_failure_in_the_main_thread_too(platfo
 
 
 @with_one_event
-def test_a_handler_that_exits_in_the_main_thread_ends_the_program(platform: EventSQL) -> None:
-    def handle(_events: object, _connection: object) -> None:
+@pytest.mark.parametrize("before", [lambda _connection: None, Connection.close], ids=["open", "closed"])
+def test_a_handler_that_exits_in_the_main_thread_ends_the_program(
+    platform: EventSQL, before: Callable[[Connection], object]
+) -> None:
+    def handle(_events: object, connection: Connection) -> None:
+        before(connection)
         sys.exit(3)
 
     for _ in range(2):

@@ -15,7 +15,14 @@ import pytest
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.consumer import ConsumerState
-from eventsql_orchestration.consuming import deliveries, failures, lost_connections, queue_consumption, worker_pool
+from eventsql_orchestration.consuming import (
+    batch,
+    deliveries,
+    failures,
+    lost_connections,
+    queue_consumption,
+    worker_pool,
+)
 from eventsql_orchestration.consuming.leases import Lease
 from eventsql_orchestration.consuming.lost_connections import FREE_LOSSES, LostConnections
 from eventsql_orchestration.database import Connection, Database
@@ -239,6 +246,28 @@ def test_an_event_that_takes_the_server_down_has_failed_when_the_server_is_back(
     platform.consumers.consume_once("orders", "mailer", handler, max_events=1)
     assert handler.calls == 1
     assert (state_of(platform).failed_event_id, state_of(platform).attempts) == (4, 1)
+
+
+def test_a_connection_that_is_lost_while_a_failure_is_recorded_is_not_the_failure(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lost_connections, "FREE_SECONDS", 0.0)
+    monkeypatch.setattr(lost_connections, "FREE_LOSSES", 0)
+    platform.consumers.consume_once("orders", "mailer", Losing(lambda _: None), max_events=3)
+
+    def record(connection: Connection, *given: Any, **named: Any) -> failures.Failure:
+        monkeypatch.setattr(batch, "record_failure", failures.record_failure)
+        connection.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+        return failures.record_failure(connection, *given, **named)
+
+    monkeypatch.setattr(batch, "record_failure", record)
+    handler = Losing(fail_and_close)
+    with pytest.raises(DatabaseUnavailableError):
+        platform.consumers.consume_once("orders", "mailer", handler, max_events=1)
+    assert (state_of(platform).failed_event_id, state_of(platform).attempts) == (None, 0)
+    platform.consumers.consume_once("orders", "mailer", handler, max_events=1)
+    assert (state_of(platform).failed_event_id, state_of(platform).attempts) == (4, 1)
+    assert "not sent" in str(state_of(platform).failure)
 
 
 @pytest.mark.parametrize("lose", [stand_still, Connection.close, fail_and_close, None])
