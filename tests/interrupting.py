@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import _thread
+import signal
 import sys
+import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
@@ -45,3 +49,20 @@ def interrupted(
     finally:
         sys.setprofile(profile)
     return left < 0
+
+
+def interrupt_where_it_waits(number: signal.Signals = signal.SIGINT) -> None:
+    """Start a thread that interrupts the main thread where it stands still, after the end of standard input.
+
+    As after a signal that arrives just before a wait begins, nothing wakes the main thread.
+    """
+    main = threading.get_ident()
+
+    def interrupt() -> None:
+        sys.stdin.readline()
+        place = None
+        while place != (place := (sys._current_frames()[main].f_code, sys._current_frames()[main].f_lasti)):
+            time.sleep(0.05)
+        _thread.interrupt_main(number)
+
+    threading.Thread(target=interrupt, daemon=True).start()

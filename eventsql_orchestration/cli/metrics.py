@@ -14,6 +14,7 @@ from eventsql_orchestration.cli.output import say, write
 from eventsql_orchestration.cli.parameters import Seconds, Whole, command, option
 from eventsql_orchestration.errors import ConfigurationError, DatabaseError
 from eventsql_orchestration.signals import setting
+from eventsql_orchestration.threads import SIGNAL_SECONDS
 
 Partitions: TypeAlias = Annotated[bool, option("Add the lag of each consumer partition.")]
 
@@ -60,7 +61,8 @@ def serve(
         with setting([stop], signal.SIGTERM):
             say(f"serving metrics on http://{address}:{server.server_port}/metrics; Ctrl-C ends it")
             try:
-                stop.wait()
+                while not stop.wait(SIGNAL_SECONDS):
+                    pass
             finally:
                 server.shutdown()
                 server.server_close()

@@ -16,7 +16,7 @@ from eventsql_orchestration.publishing.batches import check_publication
 from eventsql_orchestration.publishing.buffer_limits import BufferLimits
 from eventsql_orchestration.publishing.lanes import CLOSE_TIMEOUT, BatchPublisher, Lanes, Outcome
 from eventsql_orchestration.publishing.placements import Placements
-from eventsql_orchestration.threads import Wake
+from eventsql_orchestration.threads import SIGNAL_SECONDS, Wake
 from eventsql_orchestration.topics.registry import Registry
 from eventsql_orchestration.validation import Duration, check_seconds
 
@@ -130,7 +130,9 @@ class Acknowledgement:
                 self._waited = waited
             waited = self._waited
         try:
-            if not waited.wait(timeout) and self._outcome is None:
+            # Without a timeout, `_await` comes back: Ctrl-C always ends the wait.
+            woken = waited.wait(SIGNAL_SECONDS if timeout is None else timeout)
+            if timeout is not None and not woken and self._outcome is None:
                 raise TimeoutError(f"the event was not committed within {timeout} s, and may be committed later")
         finally:
             # Ctrl-C may have come before this thread woke the next one.

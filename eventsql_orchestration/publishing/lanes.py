@@ -31,7 +31,7 @@ from eventsql_orchestration.model import NOT_PARTITIONED, Publication, Topic
 from eventsql_orchestration.publishing import copy_format
 from eventsql_orchestration.publishing.buffer_limits import BufferLimits
 from eventsql_orchestration.publishing.placements import Placements
-from eventsql_orchestration.threads import start_thread
+from eventsql_orchestration.threads import SIGNAL_SECONDS, start_thread
 from eventsql_orchestration.validation import Duration, in_seconds
 
 CLOSE_TIMEOUT: Final = 30.0
@@ -172,7 +172,7 @@ class Lanes(Generic[Acknowledged]):
 
     def _await_room(self, size: int, timeout: float | None) -> None:
         self._refuse_in_lane("there is no room for another event")
-        if not self._settled.wait_for(lambda: self._closed or not self._full(size), timeout):
+        if not self._await(lambda: self._closed or not self._full(size), timeout):
             raise DatabaseBusyError(
                 f"the buffer is full: {self._pending_events} events ({self._pending_bytes} bytes) wait for the "
                 f"database, and none was committed within {timeout} s: publish more slowly, wait longer, or raise "
@@ -219,7 +219,7 @@ class Lanes(Generic[Acknowledged]):
                 lane.wanted = lane.given
                 lane.wake.notify_all()
             wanted = [(lane, lane.given) for lane in self._lanes]
-            if not self._settled.wait_for(lambda: all(lane.settled >= given for lane, given in wanted), timeout):
+            if not self._await(lambda: all(lane.settled >= given for lane, given in wanted), timeout):
                 raise DatabaseBusyError(
                     f"{self._pending_events} events were not committed within {timeout} s yet: wait for them again"
                 )
@@ -242,7 +242,7 @@ class Lanes(Generic[Acknowledged]):
         unknown: list[Entry[Acknowledged]] = []
         threads = [lane.thread for lane in self._lanes if lane.thread is not None]
         with self._lock:
-            if not self._settled.wait_for(lambda: all(lane.settled == lane.given for lane in self._lanes), timeout):
+            if not self._await(lambda: all(lane.settled == lane.given for lane in self._lanes), timeout):
                 self._given_up = True
                 for lane in self._lanes:
                     left += lane.waiting
@@ -251,7 +251,7 @@ class Lanes(Generic[Acknowledged]):
                     lane.waiting, lane.waiting_bytes, lane.under_way = [], 0, []
             else:
                 # A thread that ends needs the lock, which this thread may have had before: waiting gives it away.
-                self._settled.wait_for(lambda: all(lane.thread is None for lane in self._lanes))
+                self._await(lambda: all(lane.thread is None for lane in self._lanes), None)
 
         if not self._given_up:
             for thread in threads:
@@ -259,6 +259,16 @@ class Lanes(Generic[Acknowledged]):
             return
         self._settle([entry[1] for entry in left], lambda: PublisherClosedError(_LEFT.format(timeout)))
         self._settle([entry[1] for entry in unknown], lambda: PublisherClosedError(_UNKNOWN.format(timeout)))
+
+    def _await(self, holds: Callable[[], bool], timeout: float | None) -> bool:
+        """Wait until `holds`, with the lock; gives whether it does. Ctrl-C always ends the wait."""
+        left = time_left(timeout)
+        while not holds():
+            seconds = left()
+            if seconds == 0:
+                return False
+            self._settled.wait(SIGNAL_SECONDS if seconds is None else min(seconds, SIGNAL_SECONDS))
+        return True
 
     # Committing events
 

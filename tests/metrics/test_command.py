@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
+import sys
 import urllib.request
 from collections.abc import Callable
 from typing import IO
@@ -17,6 +19,7 @@ from eventsql_orchestration import Consumer, EventSQL, Topic
 from eventsql_orchestration.errors import PermissionDeniedError
 from eventsql_orchestration.metrics.figures import FiguresReader
 from tests.cli.conftest import closed_port, directory, invoke, run, start
+from tests.waiting import PATIENCE
 
 __all__ = ["closed_port", "directory", "invoke", "run", "start"]
 
@@ -51,6 +54,31 @@ def test_the_endpoint_serves_on_loopback_and_ends_well_when_it_is_told_to(
     assert "eventsql_events_consumed_total[('consumer', 'mailer'), ('shard', ''), ('topic', 'orders')]" in found
     server.send_signal(signal.SIGTERM)
     assert server.wait(60) == 0
+
+
+SERVES = """
+import signal
+from eventsql_orchestration.cli.application import main
+from tests.interrupting import interrupt_where_it_waits
+
+interrupt_where_it_waits(signal.SIGTERM)
+main(["metrics", "serve", "--port", "0"])
+"""
+
+
+def test_the_endpoint_ends_although_nothing_wakes_its_wait(dsn: str) -> None:
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVES], env={**os.environ, "EVENTSQL_DSN": dsn},
+        stdin=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    with server:
+        url_of(server.stderr)
+        assert server.stdin is not None
+        server.stdin.close()
+        try:
+            assert server.wait(PATIENCE) == 0
+        finally:
+            server.kill()
 
 
 def test_the_endpoint_of_a_database_that_is_down_says_so(

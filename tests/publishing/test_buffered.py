@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -452,6 +454,36 @@ def test_a_signal_at_any_moment_of_a_wait_for_an_acknowledgement_may_close_the_p
                 break
         assert event.exception(PATIENCE) is None
     assert after > 5
+
+
+PUBLISHES = """
+import sys
+from eventsql_orchestration import EventSQL, Publication
+from tests.interrupting import interrupt_where_it_waits
+
+interrupt_where_it_waits()
+platform = EventSQL(sys.argv[1], transfer=False)
+publisher = platform.buffered_publisher(max_age=0, max_pending_events=1)
+event = publisher.publish(Publication("orders", b""))
+%s
+"""
+
+
+@pytest.mark.parametrize(
+    "wait",
+    ["publisher.flush()", "publisher.close(None)", "event.result()", "publisher.publish(Publication('orders', b''))"],
+)
+def test_ctrl_c_ends_every_wait_for_a_commit(dsn: str, hold: Hold, until_blocked: UntilBlocked, wait: str) -> None:
+    with hold():
+        process = subprocess.Popen([sys.executable, "-c", PUBLISHES % wait, dsn], stdin=subprocess.PIPE)
+        try:
+            until_blocked()
+            assert process.stdin is not None
+            process.stdin.close()
+            assert process.wait(PATIENCE) == -signal.SIGINT
+        finally:
+            process.kill()
+            process.wait()
 
 
 def test_a_failure_after_the_commit_does_not_publish_twice(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:

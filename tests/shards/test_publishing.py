@@ -392,17 +392,11 @@ def test_the_transfer_waits_for_the_first_shard(
 
 
 PUBLISHES = """
-import _thread, sys, threading, time
+import sys
 from eventsql_orchestration import EventSQL, Publication
+from tests.interrupting import interrupt_where_it_waits
 
-def interrupt_where_it_waits(main=threading.get_ident()):
-    sys.stdin.readline()
-    place = None
-    while place != (place := (sys._current_frames()[main].f_code, sys._current_frames()[main].f_lasti)):
-        time.sleep(0.05)
-    _thread.interrupt_main()
-
-threading.Thread(target=interrupt_where_it_waits, daemon=True).start()
+interrupt_where_it_waits()
 with EventSQL(*sys.argv[1:], transfer=False) as platform:
     platform.publisher.publish_all(Publication("orders", b"", key=key) for key in %r * %d)
 """
@@ -410,7 +404,6 @@ with EventSQL(*sys.argv[1:], transfer=False) as platform:
 
 @pytest.mark.parametrize("times", [1, 50_000], ids=["in memory", "longer than memory"])
 def test_ctrl_c_ends_a_process_while_a_shard_does_not_answer(platform: EventSQL, until: Until, times: int) -> None:
-    """As after a signal that arrives just before a wait begins, nothing wakes the main thread."""
     dsns = [shard.database.dsn for shard in platform.shards]
     keys = [next(key for key in KEYS if platform.shard_of(key) is shard) for shard in platform.shards]
     waiting = "SELECT FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
