@@ -59,12 +59,12 @@ def erase(
         write_json({**asdict(done), "executed": execute})
     else:
         show_fields(picked(done, {**same("keys", "events", "buffered"), "dead letters": "dead_letters"}))
-    if not execute:
-        say("a plan, nothing is erased: run it again with --execute")
-        return
     found = done.events or done.buffered or done.dead_letters
-    what = "erased" if found else "nothing to erase: these keys have no events, or their events are erased already"
-    say(f"{what}; `eventsql topic erasures {topic}` shows the record")
+    nothing = "nothing to erase: these keys have no events, or their events are erased already"
+    if not execute:
+        say("a plan, nothing is erased: run it again with --execute" if found else nothing)
+        return
+    say(f"{'erased' if found else nothing}; `eventsql topic erasures {topic}` shows the record")
     if not done.vacuumed:
         say(
             "former rows may stay on the disk until the next vacuum: this role does not own the tables, or an open "

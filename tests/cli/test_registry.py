@@ -404,6 +404,9 @@ def test_erasing_is_a_plan_first_and_is_recorded(run: Run, platform: EventSQL, t
 
 
 def test_an_erasure_of_a_key_without_events_says_so(run: Run, topic: str) -> None:
+    planned = run("topic", "erase", topic, "--key", "nobody").stderr
+    assert "nothing to erase" in planned
+    assert "--execute" not in planned
     said = run("topic", "erase", topic, "--key", "nobody", "--execute").stderr
     assert "nothing to erase" in said
     assert "erasures" in said
