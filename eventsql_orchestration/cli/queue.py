@@ -292,8 +292,8 @@ def delete(
             target.check_deletable(force=True)
             held = target.statistics()
             options = "--execute --force" if held.depth or held.dead or target.archived(1) else "--execute"
-            messages, dead = counted(held.depth, "message"), counted(held.dead, "dead letter")
-            say_plan(f"queue {name!r} would be deleted with {messages}, and {dead} could not be redriven", options)
+            dead = f", and {counted(held.dead, 'dead letter')} could not be redriven" if held.dead else ""
+            say_plan(f"queue {name!r} would be deleted with {counted(held.depth, 'message')}{dead}", options)
             return
         target.delete(force=force)
     say(f"queue {name!r} deleted")

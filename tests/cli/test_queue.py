@@ -83,6 +83,7 @@ def test_a_command_works_a_queue_off_and_its_failures_become_dead_letters(
 
 def test_a_queue_is_deleted_by_force_where_it_has_messages(run: Run, database: Database) -> None:
     Queue(database, "jobs", max_receives=1).send(b"1")
+    assert "deleted with 1 message; run it again with --execute --force" in run("queue", "delete", "jobs").stderr
     kept = run("queue", "delete", "jobs", "--execute")
     assert kept.exit_code == 1
     assert "eventsql queue delete --execute --force jobs" in kept.stderr
