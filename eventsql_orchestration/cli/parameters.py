@@ -143,7 +143,8 @@ def _time(text: str) -> datetime:
     try:
         time = datetime.fromisoformat(text)
     except ValueError:
-        raise click.BadParameter(f"{text!r} is not a time such as 2026-05-01T12:00:00Z") from None
+        duration = "; --by-duration takes a duration" if _LIKE_A_DURATION.fullmatch(text) else ""
+        raise click.BadParameter(f"{text!r} is not a time such as 2026-05-01T12:00:00Z{duration}") from None
     if time.tzinfo is None:
         raise click.BadParameter(f"{text!r} has no time zone: say 2026-05-01T12:00:00Z for UTC, or …+02:00")
     return check_time("the time", time)

@@ -84,6 +84,7 @@ WRONG_USAGE = (
     (f"seek orders fares --to-offset {2**63} --execute", "offset"),
     ("seek orders fares --to-datetime 2026-05-01T12:00:00 --execute", "time zone"),
     ("seek orders fares --to-datetime yesterday --execute", "not a time"),
+    ("seek orders fares --to-datetime 10m --execute", "--by-duration"),
     ("seek orders fares --by-duration '1 fortnight' --execute", "duration"),
     ("seek orders fares --by-duration 0s --execute", "above 0"),
     ("seek orders fares --by-duration 6000w --execute", "hundred years"),
