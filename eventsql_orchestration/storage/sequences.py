@@ -95,12 +95,17 @@ class SequenceState:
         finding = f"sequence {self} is at {self.last}, and {reason}"
         return SequenceError(finding, sequence=str(self), remedy=remedy)
 
-    def nearly_used_up(self) -> SequenceError | None:
-        """The error for a sequence with few values left."""
+    def nearly_used_up(self, relation: str) -> SequenceError | None:
+        """The error for a sequence with few values left. `relation` has its ids."""
         if self.last is None or self.last < self.limit * NEARLY:
             return None
         finding = f"sequence {self} is nearly used up: it has given out {self.last} of {self.limit}"
-        return SequenceError(finding, sequence=str(self), remedy=f"ALTER SEQUENCE {self} AS bigint NO MAXVALUE")
+        remedy = f"ALTER SEQUENCE {self} AS bigint NO MAXVALUE"
+        if self.limit == 2**63 - 1:
+            # Nobody counts so far. A call of `setval` with a wrong value does it.
+            ids = sql.Identifier(self.schema, relation).as_string()
+            remedy = f"SELECT pg_catalog.setval('{self}', greatest(1, max(eql_id))) FROM {ids}"  # noqa: S608 - to be read
+        return SequenceError(finding, sequence=str(self), remedy=remedy)
 
 
 class Ids:
@@ -257,7 +262,7 @@ def faults(connection: Connection, schema: str, topics: Iterable[str]) -> list[S
             relation = stored_table(connection, schema, topic)
             after = _end_of_other_form(connection, schema, topic)
         behind = _behind(connection, state, relation, after)
-        found += filter(None, (state.error(), behind, state.nearly_used_up()))
+        found += filter(None, (state.error(), behind, state.nearly_used_up(relation)))
     return found
 
 

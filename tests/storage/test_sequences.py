@@ -471,10 +471,11 @@ def test_each_fault_of_a_sequence_is_found_and_mended_by_its_remedy(platform: Ev
         session.execute("ALTER SEQUENCE eventsql.queue_message_eql_id_seq CACHE 9")
         session.execute("ALTER SEQUENCE eventsql.log_line_eql_id_seq MAXVALUE 100")
         session.execute("SELECT setval('eventsql.log_line_eql_id_seq', 99)")
+        session.execute("SELECT setval('eventsql.event_buffer_eql_id_seq', 9223372036854775806)")
         session.execute(f"SELECT setval('{LOG}', 3)")
         faults = sequences.faults(connection, "eventsql", ["orders", "payments"])
         assert sorted(fault.sequence for fault in faults) == [
-            '"eventsql"."log_line_eql_id_seq"', LOG, '"eventsql"."queue_message_eql_id_seq"',
+            BUFFER, '"eventsql"."log_line_eql_id_seq"', LOG, '"eventsql"."queue_message_eql_id_seq"',
         ]  # fmt: skip
         for fault in faults:
             session.execute(fault.remedy)
