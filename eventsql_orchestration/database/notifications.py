@@ -28,7 +28,7 @@ from eventsql_orchestration.database.sessions import is_pooled
 from eventsql_orchestration.errors import ClosedError, EventSQLError
 from eventsql_orchestration.forks import after_fork
 from eventsql_orchestration.retry import pause_while_away
-from eventsql_orchestration.threads import start_thread
+from eventsql_orchestration.threads import log_recovery, start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -159,8 +159,11 @@ class Listener:
                         if wait([ending], 0.0):
                             return
                         if not self._shared(connection) and self._listen(connection, ending):
+                            if failures or deaf:
+                                log_recovery(logger, "notifications arrive from %s again", self._database)
+                            else:
+                                logger.info("notifications arrive from %s", self._database)
                             failures, deaf = 0, False
-                            logger.info("notifications arrive from %s", self._database)
                             self._become(listening=True)
                             while ending not in wait([connection.fileno(), ending]):
                                 self._hear(connection)

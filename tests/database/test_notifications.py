@@ -150,6 +150,7 @@ def test_a_callback_that_raises_keeps_nobody_else_from_hearing(
 def test_a_listener_that_loses_its_connection_says_so_in_a_line_and_listens_again(
     database: Database, listener: Listener, notifier: Notifier, until: Until, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     states: list[bool] = []
     listener.subscribe(LOG, "orders", lambda: states.append(listener.listening))
     until(lambda: states == [True])
@@ -161,6 +162,10 @@ def test_a_listener_that_loses_its_connection_says_so_in_a_line_and_listens_agai
     until(lambda: len(states) == 4)
     assert "no notifications from" in caplog.text
     assert not any("\n" in each.getMessage() for each in caplog.records)
+    # Commands show it, as they have shown the warning.
+    assert [each.getMessage() for each in caplog.records if hasattr(each, "recovery")] == [
+        f"notifications arrive from {database} again"
+    ]
 
 
 def test_the_session_of_a_listener_may_be_idle(
