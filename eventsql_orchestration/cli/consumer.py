@@ -118,7 +118,10 @@ _PROGRESS: Final[Columns] = {
     "last consumed": "last_consumption_at", "state": condition,
 }  # fmt: skip
 
-_FAILURES: Final[Columns] = {"leased by": "lease_owner", "failing event": "failed_event_id", "failure": "failure"}
+_FAILURES: Final[Columns] = {
+    "leased by": "lease_owner", "leased until": "lease_expires_at", "failing event": "failed_event_id",
+    **same("failure"),
+}  # fmt: skip
 
 _JSON: Final[Columns] = {
     **same("topic"), "consumer": "name", **same("partition"), "offset": "last_event_id",

@@ -13,6 +13,7 @@ import pytest
 
 from eventsql_orchestration import Consumer, ConsumerState, EventSQL, Publication, Topic
 from eventsql_orchestration.cli.consumer import condition
+from eventsql_orchestration.cli.tables import cell
 from eventsql_orchestration.consumer import EventFilter
 from eventsql_orchestration.database.installation import REGISTRY_LOCK
 from eventsql_orchestration.model import Retention
@@ -357,6 +358,8 @@ def test_a_claim_shows_as_a_lease(run: Run, platform: EventSQL, topic: str) -> N
     platform.claims.claim(topic, "mailer", owner="run 7")
     (described,) = json.loads(run("consumer", "describe", topic, "mailer", "--json").stdout)
     assert (described["state"], described["lease_owner"]) == ("leased", "run 7")
+    shown = run("consumer", "describe", topic, "mailer").stdout
+    assert cell(datetime.fromisoformat(described["lease_expires_at"])) in shown
 
 
 def test_a_command_that_a_message_advises_takes_any_name(run: Run, platform: EventSQL, topic: str) -> None:
