@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -45,6 +45,11 @@ _FOLLOW_DELAY: Final = 0.3
 
 _LOCKED_SECONDS: Final = 2.0
 """Seconds that another consumption may keep the partition before `consume` gives up. Its batches take less."""
+
+_BUFFERED_SECONDS: Final = 5.0
+"""Seconds that events stay in the buffer before --follow says so. A transfer moves them in less."""
+
+_NOT_MOVED: Final = "events are not transferred yet: `eventsql transfer` moves them"
 
 _STOPPED: Final = frozenset(
     {LagCause.PAUSED, LagCause.BLOCKED, LagCause.LEASED, LagCause.HELD_BACK, LagCause.UNREACHABLE}
@@ -92,17 +97,25 @@ def tail(
         writer = EventWriter(form, sharded=any(context.shard or shard.name for shard in after))
         tail = _Tail(writer, topic, partition, key, grep, inf if max_events is None else max_events)
         wake = _woken_by(platform, topic, follow=follow)
+        look_at, buffered, said = time.monotonic() + _BUFFERED_SECONDS, False, False
         while tail.left > 0:
             found_any = False
             for shard, offset in after.items():
                 if (last := tail.print_next(shard, offset, context.shard or shard.name)) is not None:
                     after[shard], found_any = last, True
-            if not found_any:
-                if not follow:
-                    _tell_of_buffered(sum(shard.buffered().get(topic, 0) for shard in after))
-                    return
-                wake.wait(_FOLLOW_DELAY)
-                wake.clear()
+            if found_any:
+                buffered = said = False
+                continue
+            if not follow:
+                _tell_of_buffered(_buffered(topic, after))
+                return
+            if not said and time.monotonic() >= look_at:
+                before, buffered = buffered, _buffered(topic, after) > 0
+                look_at = time.monotonic() + _BUFFERED_SECONDS
+                if said := before and buffered:
+                    say(_NOT_MOVED)
+            wake.wait(_FOLLOW_DELAY)
+            wake.clear()
 
 
 @dataclass(slots=True)
@@ -145,6 +158,10 @@ def _woken_by(platform: EventSQL, topic: str, *, follow: bool) -> threading.Even
         for shard in platform.members():
             shard.listener.subscribe(lazy.LOG, topic, wake.set)
     return wake
+
+
+def _buffered(topic: str, shards: Iterable[Shard]) -> int:
+    return sum(shard.buffered().get(topic, 0) for shard in shards)
 
 
 def _tell_of_buffered(events: int) -> None:
@@ -266,6 +283,8 @@ class _Printer:
 
     def _say_once(self, waiting: list[ConsumerLag]) -> None:
         explained = [_explain(lag, count=False) for lag in waiting if lag.cause in _STOPPED]
+        if any(lag.cause is LagCause.TRANSFER and lag.seconds > _BUFFERED_SECONDS for lag in waiting):
+            explained.append(_NOT_MOVED)
         for line in explained:
             if line not in self._said:
                 say(line)

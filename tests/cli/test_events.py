@@ -284,6 +284,20 @@ def test_events_that_are_not_transferred_yet_are_mentioned(
     assert result.stderr == "eventsql: 1 event not transferred yet: `eventsql transfer --once` moves them\n"
 
 
+@pytest.mark.parametrize("command", [("consume", TOPIC, "mailer"), ("tail", TOPIC)], ids=lambda command: command[0])
+def test_following_says_that_nothing_transfers_the_events(
+    start: Start, platform: EventSQL, consumer: str, command: tuple[str, ...]
+) -> None:
+    platform.publisher.publish(Publication(TOPIC, b"1"))
+    process = start(*command, "--follow", "--max", 1)
+    assert process.stderr is not None
+    assert b"not transferred yet: `eventsql transfer` moves them" in process.stderr.readline()
+    platform.transfer.run_once()
+    output, errors = process.communicate(timeout=PATIENCE)
+    assert json.loads(output)["value"] == "1"
+    assert (process.returncode, errors) == (0, b"")
+
+
 def test_following_a_paused_consumer_says_so_once(
     start: Start, publish: Callable[..., None], consumer: str, platform: EventSQL
 ) -> None:
