@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Self
@@ -20,7 +20,7 @@ from sqlalchemy.engine.url import make_url
 
 from eventsql_orchestration.airflow.api import URL_FILE, AirflowApi
 from eventsql_orchestration.orchestration.errors import LocalAirflowError
-from eventsql_orchestration.orchestration.local_processes import HOST, free_port
+from eventsql_orchestration.orchestration.local_processes import HOST, reserved_port
 
 PARTS: Final = ("api-server", "scheduler", "dag-processor", "triggerer")
 
@@ -89,9 +89,10 @@ class LocalAirflow:
 
     `home` has its configuration and logs, `dags` its DAGs. `metadata_url` is an empty PostgreSQL database of its own,
     as `postgresql://…`. `connections` are connections by their names, as URIs or JSON; `environment` is added to the
-    environment of the parts. If `port` is 0 or not free, the system chooses one. `lock` is an open file with a lock,
-    which the processes inherit; the numbers of their groups are written into it. A command, or the start of the parts,
-    fails after `start_timeout` seconds; a start takes 15 s on a calm machine. `api` is its REST API.
+    environment of the parts. If `port` is 0 or not free, the system chooses one; it is reserved until `stop`. `lock` is
+    an open file with a lock, which the processes inherit; the numbers of their groups are written into it. A command,
+    or the start of the parts, fails after `start_timeout` seconds; a start takes 15 s on a calm machine. `api` is its
+    REST API.
     """
 
     home: Path
@@ -104,10 +105,14 @@ class LocalAirflow:
     start_timeout: float = 180.0
     parts: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict, init=False)
     api: AirflowApi = field(init=False)
+    _ports: ExitStack = field(default_factory=ExitStack, init=False)
 
     def __post_init__(self) -> None:
         self.home.mkdir(parents=True, exist_ok=True)
-        self.port = free_port(self.port)
+        # Another Airflow that starts meanwhile must not take them.
+        self.port, of_workers, of_triggers = (
+            self._ports.enter_context(reserved_port(port)) for port in (self.port, 0, 0)
+        )
         self.api = AirflowApi(self.url)
         driver = self.metadata_url.replace("postgresql://", "postgresql+psycopg2://", 1)
         settings = {
@@ -128,8 +133,8 @@ class LocalAirflow:
             "api_auth": {"jwt_secret": os.urandom(32).hex()},
             "logging": {
                 "base_log_folder": str(self.home / "logs"),
-                "worker_log_server_port": str(free_port(0)),
-                "trigger_log_server_port": str(free_port(0)),
+                "worker_log_server_port": str(of_workers),
+                "trigger_log_server_port": str(of_triggers),
             },
             "dag_processor": {"refresh_interval": "5", "min_file_process_interval": "10"},
             "scheduler": {"scheduler_idle_sleep_time": "0.5", "task_instance_heartbeat_timeout": "60"},
@@ -218,6 +223,7 @@ class LocalAirflow:
                 kill_session(process.pid)
                 process.wait(KILL_TIMEOUT)
             self.parts.clear()
+            self._ports.close()
 
     def __enter__(self) -> Self:
         return self

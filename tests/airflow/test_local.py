@@ -25,7 +25,7 @@ from eventsql_orchestration.airflow.round_runs import run_counts
 from eventsql_orchestration.cli import main
 from eventsql_orchestration.cli.airflow_development import _metadata_database, _Running
 from eventsql_orchestration.database.urls import parse_dsn
-from eventsql_orchestration.orchestration.local_processes import PROCESSES_LOCK, only_one, start_group
+from eventsql_orchestration.orchestration.local_processes import PROCESSES_LOCK, free_port, only_one, start_group
 from tests.airflow.served import FakeAirflow, serving
 
 
@@ -117,6 +117,27 @@ def test_an_interrupt_while_it_stops_leaves_no_process(tmp_path: Path, monkeypat
         airflow.stop()
     assert process.poll() == -9
     process.stdout.close()
+
+
+RESERVING = """
+import sys
+from pathlib import Path
+from eventsql_orchestration.airflow.local import LocalAirflow
+airflow = LocalAirflow(Path(sys.argv[1]), Path(sys.argv[1]), "postgresql://nowhere/airflow", port=int(sys.argv[2]))
+print(airflow.port, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_two_that_start_at_once_choose_different_ports(tmp_path: Path) -> None:
+    port = free_port(0)
+    command = [sys.executable, "-c", RESERVING, tmp_path, str(port)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert int(other.stdout.readline()) == port
+        with LocalAirflow(tmp_path, tmp_path, "postgresql://nowhere/airflow", port=port) as own:
+            assert own.port != port
+        other.communicate()
 
 
 def test_a_later_start_reads_what_an_earlier_one_has_encrypted(tmp_path: Path) -> None:
