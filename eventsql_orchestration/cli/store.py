@@ -232,7 +232,7 @@ def replay(
     context: CliContext,
     *,
     subscription: Annotated[str, argument()],
-    start: Annotated[str, option("Where to go on: beginning, now, or a checkpoint.", "--from", default="beginning")],
+    start: Annotated[str, option("Where to go on: earliest, latest, or a checkpoint.", "--from", default="earliest")],
     execute: Annotated[bool, executing("Move it")],
 ) -> None:
     """Move SUBSCRIPTION to another place: its handler gets the changes after that place again.
@@ -240,9 +240,9 @@ def replay(
     A plan and, with --execute, the move.
     """
     try:
-        place: Any = start if start in ("beginning", "now") else lazy.StoreCheckpoint.parse(start)
+        place: Any = start if start in ("earliest", "latest") else lazy.StoreCheckpoint.parse(start)
     except ValidationError:
-        raise click.UsageError(f"--from is beginning, now or a checkpoint, not {shown(start)}") from None
+        raise click.UsageError(f"--from is earliest, latest or a checkpoint, not {shown(start)}") from None
     with context.platform() as platform:
         found = next((each for each in platform.store.subscriptions() if each.name == subscription), None)
         if found is None:

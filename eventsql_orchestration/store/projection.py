@@ -81,7 +81,7 @@ class Projections:
                         call_handler(connection, change, each.projection.apply)
 
     def subscribe(
-        self, name: str, *, start: Literal["beginning", "now"] = "beginning",
+        self, name: str, *, start: Literal["earliest", "latest"] = "earliest",
         options: SubscriptionOptions | None = None, background: bool = True,
     ) -> Subscription:  # fmt: skip
         """Let a projection follow the store by a subscription, `projection NAME`; see `Store.subscribe`.

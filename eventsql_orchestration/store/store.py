@@ -245,7 +245,7 @@ class Store:
 
     def subscribe(
         self, name: str, handler: ChangeHandler, *, types: Sequence[str] | None = None,
-        kinds: Sequence[str] | None = None, start: Start = "beginning",
+        kinds: Sequence[str] | None = None, start: Start = "earliest",
         options: SubscriptionOptions = _DEFAULT_OPTIONS, background: bool = True,
     ) -> Subscription:  # fmt: skip
         """Hand each change of these types and kinds to `handler(change, connection)` once, in the global order.
@@ -285,7 +285,7 @@ class Store:
             self.order.home.era(connection)
             return SubscriptionLagReader(self.database).read(connection)
 
-    def replay(self, name: str, start: Start = "beginning") -> StoreCheckpoint:
+    def replay(self, name: str, start: Start = "earliest") -> StoreCheckpoint:
         """Move a subscription to another place, after its current transaction; gives the place.
 
         Backwards, its handler gets the changes after that place again; forwards, it does not get the changes before it.

@@ -13,7 +13,7 @@ from eventsql_orchestration.store.change import StoreCheckpoint
 from eventsql_orchestration.store.order import Filters, GlobalOrder
 from eventsql_orchestration.validation import shown
 
-Start: TypeAlias = Literal["beginning", "now"] | StoreCheckpoint
+Start: TypeAlias = Literal["earliest", "latest"] | StoreCheckpoint
 """Where a new subscription begins."""
 
 
@@ -77,12 +77,12 @@ def not_found(name: str) -> SubscriptionNotFoundError:
 
 
 def _check_start(start: object) -> None:
-    if not isinstance(start, StoreCheckpoint) and start not in ("beginning", "now"):
-        raise ValidationError(f"start must be 'beginning', 'now' or a StoreCheckpoint, not {shown(start)}")
+    if not isinstance(start, StoreCheckpoint) and start not in ("earliest", "latest"):
+        raise ValidationError(f"start must be 'earliest', 'latest' or a StoreCheckpoint, not {shown(start)}")
 
 
 def _place(database: Database, connection: Connection, start: Start) -> StoreCheckpoint:
     order = GlobalOrder(database)
-    if start == "now":
+    if start == "latest":
         return order.newest(connection)
     return order.home.place(connection, start if isinstance(start, StoreCheckpoint) else None)

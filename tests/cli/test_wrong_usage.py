@@ -25,7 +25,7 @@ WRONG_USAGE = (
     ("transfer --once --interval 1", "--once"),
     ("transfer --once --retain", "--once"),
     ("store list --after x", "TYPE"),
-    ("store replay mailer --from earliest", "beginning, now or a checkpoint"),
+    ("store replay mailer --from now", "earliest, latest or a checkpoint"),
     ("store list --limit 5", "TYPE"),
     ("store archive order 1 --limit 5", "--closed-before"),
     ("queue send jobs --deduplication-id x", "BODY"),

@@ -80,9 +80,9 @@ def test_a_new_subscription_begins_where_it_is_told(store: Store) -> None:
     put(store, "1", 1, 2, 3)
     assert drain(subscribed(store, start=store.checkpoint_of("order", "1", 1))) == 2
     store.unsubscribe("mailer")
-    assert drain(subscribed(store, start="now")) == 0
+    assert drain(subscribed(store, start="latest")) == 0
     put(store, "1", 4)
-    assert drain(subscribed(store, start="beginning")) == 1
+    assert drain(subscribed(store, start="earliest")) == 1
     assert effects(store) == [2, 3, 4]
     with pytest.raises(ValidationError):
         subscribed(store, start="yesterday")
@@ -302,7 +302,7 @@ def test_a_move_to_now_that_waits_for_a_subscription_goes_behind_what_it_has_han
     handling = sessions()
     handling.execute("SELECT FROM eventsql.store_subscription FOR UPDATE")
     with ThreadPoolExecutor(1) as executor:
-        moving = executor.submit(store.replay, "mailer", "now")
+        moving = executor.submit(store.replay, "mailer", "latest")
         until_blocked()
         put(store, "1", 2)
         place = store.checkpoint_of("order", "1", 2)
