@@ -97,8 +97,8 @@ class Pool:
         pool, closings = self.engine.pool, self._closings
         self.check_open()
         # Asking before the look for a spare: see `give_back`.
-        self._asking.append(None)
         try:
+            self._asking.append(None)
             if (spare := self._spare()) is not None:
                 if is_fresh(spare.connection, spare.notes["unused_since"]):
                     return spare
@@ -198,8 +198,8 @@ class Pool:
         """
         pool, closings = self.engine.pool, self._closings
         self.check_open()
-        self._asking.append(None)
         try:
+            self._asking.append(None)
             if not self._has_idle():
                 self._return_spare(self._spare())
             connected = engine.connect()

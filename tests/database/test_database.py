@@ -203,6 +203,19 @@ def test_an_interrupt_at_any_moment_of_the_begin_or_the_end_of_a_transaction_fai
     assert after > 10
 
 
+def test_a_thread_that_ctrl_c_interrupts_does_not_ask_for_a_connection_any_more(database: Database) -> None:
+    def use() -> None:
+        with database.connection(), database.core():
+            pass
+
+    for after in count():
+        goes_on = interrupted(after, use, module="/database/pool.py")
+        assert database._pool._asking == []
+        if not goes_on:
+            break
+    assert after > 10
+
+
 def test_a_dedicated_connection_is_the_callers_own(database: Database) -> None:
     with database.dedicated() as own:
         assert own.autocommit
