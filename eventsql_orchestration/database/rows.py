@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
@@ -43,6 +43,21 @@ def fetch_one(
     row = fetch_first(connection, query, values, prepare=prepare)
     assert row is not None, "the statement gives a row"
     return row
+
+
+def send_copy(cursor: psycopg.Cursor[Any], query: Query, data: Iterable[bytes]) -> None:
+    """COPY data to the server.
+
+    psycopg keeps a lock of the connection in the block of `copy`. After Ctrl-C right at the end of that block, the lock
+    would stay taken, and the rollback in the same thread would wait for ever.
+    """
+    copying = cursor.copy(query)
+    try:
+        with copying as copy:
+            for piece in data:
+                copy.write(piece)
+    finally:
+        copying.gen.close()
 
 
 def query_all(

@@ -358,24 +358,31 @@ class LogWriter:
 
     def _append_rows(self, connection: Connection, topic: str, events: Iterable[Sequence[bytes]], now: int) -> None:
         prefix = copy_format.log_prefix(now, now)
-        with self._log.copy(connection.cursor(), topic) as copy:
-            copy.write(copy_format.HEADER)
+
+        def rows() -> Iterator[bytes]:
+            yield copy_format.HEADER
             for part in events:
-                copy.write(prefix + prefix.join(part))
+                yield prefix + prefix.join(part)
                 self._room.drew(topic, len(part))
-            copy.write(copy_format.TRAILER)
+            yield copy_format.TRAILER
+
+        self._log.append(connection, topic, rows())
 
     def _append_blocks(
         self, connection: Connection, topic: str, blocks: Iterable[EncodedBlock], first: int, now: int
     ) -> list[Appended]:
         appended: list[Appended] = []
-        with self._log.copy(connection.cursor(), topic) as copy:
-            copy.write(copy_format.HEADER)
+
+        def rows() -> Iterator[bytes]:
+            nonlocal first
+            yield copy_format.HEADER
             for block in blocks:
-                copy.write(block.row(first, now, now))
+                yield block.row(first, now, now)
                 appended.append(Appended(block.partition, first, block.events))
                 first += block.events
-            copy.write(copy_format.TRAILER)
+            yield copy_format.TRAILER
+
+        self._log.append(connection, topic, rows())
         return appended
 
     def _move_before(self, connection: Connection, topic: str, state: TopicState) -> datetime:

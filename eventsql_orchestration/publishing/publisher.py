@@ -21,7 +21,7 @@ from psycopg.rows import tuple_row
 from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.database import CallersConnection, Connection, Database, Queries
 from eventsql_orchestration.database.binary import encode_integer, encode_smallint
-from eventsql_orchestration.database.rows import fetch_all
+from eventsql_orchestration.database.rows import fetch_all, send_copy
 from eventsql_orchestration.database.single_statement import SingleStatement
 from eventsql_orchestration.errors import RedefinitionError, ValidationError
 from eventsql_orchestration.model import BLOCKS, Placement, Publication, Topic, check_partition
@@ -174,17 +174,20 @@ class Publisher:
         # end.
         topics: dict[str, Topic] = {}
         published = 0
+
+        def rows() -> Iterator[bytes]:
+            nonlocal published
+            yield copy_format.HEADER
+            for part in parts:
+                yield from self._encoded(part, topics, placed, placements)
+                published += len(part)
+            yield copy_format.TRAILER
+
         with (
             self._transaction(connection) as psycopg_connection,
             psycopg_connection.cursor(row_factory=tuple_row) as cursor,
         ):
-            with cursor.copy(self._queries("publish_all")) as copy:
-                copy.write(copy_format.HEADER)
-                for part in parts:
-                    for chunk in self._encoded(part, topics, placed, placements):
-                        copy.write(chunk)
-                    published += len(part)
-                copy.write(copy_format.TRAILER)
+            send_copy(cursor, self._queries("publish_all"), rows())
             self._check(psycopg_connection, topics.values(), joined=connection is not None)
         if published:
             self._on_published(connection is None)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterable
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import psycopg
 
 from eventsql_orchestration.database import Connection
-from eventsql_orchestration.database.rows import fetch_first, fetch_one
+from eventsql_orchestration.database.rows import fetch_first, fetch_one, send_copy
 from eventsql_orchestration.storage import log_form
 from eventsql_orchestration.storage.log_queries import LogQueries
 
@@ -176,9 +176,9 @@ class LogAppender:
         """The number of events of a log in rows with ids above `after`."""
         return int(fetch_one(connection, self._queries.writing(connection, "count_after", topic), {"after": after})[0])
 
-    def copy(self, cursor: psycopg.Cursor[Any], topic: str) -> AbstractContextManager[psycopg.Copy]:
+    def append(self, connection: Connection, topic: str, rows: Iterable[bytes]) -> None:
         """COPY encoded events to the end of the log: rows of `publishing/copy_format.py`.
 
         A log in blocks takes blocks of `publishing/block_format.py`.
         """
-        return cursor.copy(self._queries.writing(cursor.connection, "append", topic))
+        send_copy(connection.cursor(), self._queries.writing(connection, "append", topic), rows)

@@ -20,6 +20,7 @@ from urllib.parse import quote
 import psycopg
 import pytest
 import sqlalchemy
+from psycopg import sql
 from psycopg.rows import dict_row
 from psycopg.types.json import set_json_loads
 from psycopg.types.string import StrDumper
@@ -28,6 +29,7 @@ from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.database import CallersConnection, Connection, Database, fair_pool, sessions, tables
 from eventsql_orchestration.database.connections import driver_connection
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from eventsql_orchestration.database.rows import send_copy
 from eventsql_orchestration.database.translation import IF_LOST
 from eventsql_orchestration.errors import (
     ClosedError,
@@ -42,6 +44,7 @@ from eventsql_orchestration.errors import (
     TopicNotFoundError,
 )
 from eventsql_orchestration.storage.log_queries import LogQueries
+from eventsql_orchestration.threads import in_thread
 from tests.effects import stand_still, take_too_long
 from tests.fixtures import Terminate, Until
 from tests.interrupting import interrupted
@@ -214,6 +217,23 @@ def test_a_thread_that_ctrl_c_interrupts_does_not_ask_for_a_connection_any_more(
         if not goes_on:
             break
     assert after > 10
+
+
+def test_ctrl_c_at_any_moment_of_a_copy_lets_its_transaction_end(dsn: str) -> None:
+    def copy(connection: Connection) -> None:
+        with connection.transaction():
+            connection.execute("CREATE TEMPORARY TABLE number (value int) ON COMMIT DROP")
+            send_copy(connection.cursor(), sql.SQL("COPY number FROM STDIN"), [b"1\n", b"2\n"])
+
+    def moment(after: int) -> bool:
+        with psycopg.connect(dsn) as connection:
+            return interrupted(after, partial(copy, connection), module="contextlib.py")
+
+    for after in count():
+        # In a thread, in case that the transaction never ends.
+        if not in_thread("copy", partial(moment, after)).result(PATIENCE):
+            break
+    assert after > 5
 
 
 def test_a_dedicated_connection_is_the_callers_own(database: Database) -> None:

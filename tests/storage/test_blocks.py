@@ -66,8 +66,7 @@ def fill(platform: EventSQL, session: Connection, rng: random.Random, blocks: in
                 else:
                     prefix = copy_format.log_prefix(now - 5, now)
                     encoded = b"".join(prefix + copy_format.encode(each, partition) for each in own)
-                with appender.copy(session.cursor(), name) as copy:
-                    copy.write(copy_format.HEADER + encoded + copy_format.TRAILER)
+                appender.append(session, name, [copy_format.HEADER, encoded, copy_format.TRAILER])
         written += events
     return written
 
@@ -409,13 +408,15 @@ def test_a_writer_that_is_killed_within_a_block_leaves_nothing(platform: EventSQ
     platform.registry.register_topic(Topic("orders", storage="blocks"))
     writer = sessions()
     (block,) = islice(encode_blocks([Publication("orders", b"x" * 1000)] * 900, [-1] * 900), 1)
+
+    def rows() -> Iterator[bytes]:
+        yield copy_format.HEADER + block.row(first, 0, 0)[:500_000]
+        sessions().execute("SELECT pg_terminate_backend(%s)", (writer.info.backend_pid,))
+        yield b"x" * 400_000
+
     with pytest.raises(psycopg.Error), writer.transaction():
         first = appender.draw(writer, "orders", 900, after=0)
-        with appender.copy(writer.cursor(), "orders") as copy:
-            copy.write(copy_format.HEADER + block.row(first, 0, 0)[:500_000])
-            killer = sessions()
-            killer.execute("SELECT pg_terminate_backend(%s)", (writer.info.backend_pid,))
-            copy.write(b"x" * 400_000)
+        appender.append(writer, "orders", rows())
     assert platform.reader.read("orders") == []
     platform.publisher.publish_all([Publication("orders", b"after")] * 60)
     assert [event.id for event in platform.reader.read("orders")] == list(range(901, 961))

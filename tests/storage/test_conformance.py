@@ -43,11 +43,7 @@ class Log:
         with self.session.transaction():
             segments.ensure_ahead(self.session, SCHEMA, TOPIC)
             rows = self._rows(publications, now, published)
-            with appender.copy(self.session.cursor(), TOPIC) as copy:
-                copy.write(copy_format.HEADER)
-                for row in rows:
-                    copy.write(row)
-                copy.write(copy_format.TRAILER)
+            appender.append(self.session, TOPIC, [copy_format.HEADER, *rows, copy_format.TRAILER])
 
     def _rows(self, publications: Sequence[Publication], now: int, published: int) -> list[bytes]:
         if self.platform.registry.topic(TOPIC).storage == "rows":
