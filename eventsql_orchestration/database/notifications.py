@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing, suppress
 from multiprocessing.connection import wait
 from typing import Final, TypeAlias
 
@@ -122,10 +122,15 @@ class Listener:
 
     def _start(self) -> None:
         """Start the thread. Call with the lock held."""
-        with ExitStack() as opened:
-            ending, own = map(opened.enter_context, socket.socketpair())
+        ending, own = socket.socketpair()
+        try:
             thread = start_thread("listener", self._run, ending)
-            opened.pop_all()
+        except BaseException as error:
+            # After Ctrl-C, the thread may run. It ends by this, and closes its end by itself.
+            own.close()
+            if not isinstance(error, KeyboardInterrupt):
+                ending.close()
+            raise
         self._thread, self._ending = thread, own
 
     def _unsubscribe(self, subscription: str, callback: Callback) -> None:

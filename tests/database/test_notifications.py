@@ -22,6 +22,7 @@ from eventsql_orchestration.database import notifier as notifier_module
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.database.notifications import BUFFER, LOG, Listener, channel_of
 from eventsql_orchestration.database.notifier import Notifier
+from eventsql_orchestration.threads import start_thread
 
 if TYPE_CHECKING:
     from tests.fixtures import Until
@@ -529,3 +530,21 @@ def test_the_channel_of_a_schema_has_a_name_that_postgresql_takes(dsn: str, sche
         connection.execute("SELECT pg_notify(%s, 'x')", (channel,))
         assert [notification.payload for notification in connection.notifies(timeout=0)] == ["x"]
     assert channel_of(schema) != channel_of(schema[:-1])
+
+
+def test_a_listener_whose_start_ctrl_c_interrupts_leaves_no_thread(
+    listener: Listener, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[threading.Thread] = []
+    failed: list[object] = []
+
+    def start(*arguments: Any) -> None:
+        started.append(start_thread(*arguments))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    monkeypatch.setattr(notifications, "start_thread", start)
+    with pytest.raises(KeyboardInterrupt):
+        listener.subscribe(LOG, "orders", lambda: None)
+    until(lambda: not started[0].is_alive())
+    assert failed == []
