@@ -32,26 +32,35 @@ class Wake(threading.Event):
 
     def __init__(self) -> None:
         super().__init__()
+        self._is_set = False
         self._tokens: SimpleQueue[None] = SimpleQueue()
 
     def is_set(self) -> bool:
-        return not self._tokens.empty()
+        # Not the token: a thread that waits takes it for a moment, and another thread could miss that it has to end.
+        return self._is_set
 
     def set(self) -> None:
+        # First: Ctrl-C may come in between, and whoever sees that it is set does not set it again.
+        self._wake_next()
+        self._is_set = True
+
+    def _wake_next(self) -> None:
         if self._tokens.empty():
             self._tokens.put(None)
 
     def clear(self) -> None:
+        self._is_set = False
         with suppress(Empty):
             while True:
                 self._tokens.get_nowait()
 
     def wait(self, timeout: float | None = None) -> bool:
-        try:
-            self._tokens.get(timeout=timeout)
-        except Empty:
-            return False
-        self.set()
+        if not self._is_set:
+            try:
+                self._tokens.get(timeout=timeout)
+            except Empty:
+                return False
+        self._wake_next()
         return True
 
 

@@ -33,7 +33,7 @@ from eventsql_orchestration.shards.barriers import Barriers
 from eventsql_orchestration.shards.cluster import Cluster
 from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.shards.two_phase_coordinator import TwoPhaseCoordinator
-from eventsql_orchestration.threads import in_thread, log_recovery
+from eventsql_orchestration.threads import Wake, in_thread, log_recovery
 from eventsql_orchestration.validation import Duration, in_seconds
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class ClusterConsumption(Running):
     def __init__(self, cluster: Cluster, begin: Callable[[Shard], Running]) -> None:
         self._cluster = cluster
         self._begin = begin
-        self._ending = threading.Event()
+        self._ending = Wake()
         self._on: dict[Shard, Running] = {}
         self._taking = threading.Lock()
         try:

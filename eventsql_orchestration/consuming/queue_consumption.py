@@ -24,7 +24,7 @@ from eventsql_orchestration.consuming.worker_pool import FAULT_DELAY, IDLE_POLLI
 from eventsql_orchestration.database.notifications import LOG, Listener
 from eventsql_orchestration.errors import ClaimLostError, DatabaseBusyError, DatabaseUnavailableError, EventSQLError
 from eventsql_orchestration.retry import pause_while_away
-from eventsql_orchestration.threads import join_all, log_recovery, others_alive, start_thread
+from eventsql_orchestration.threads import Wake, join_all, log_recovery, others_alive, start_thread
 
 logger = logger_of_errors(__name__)
 
@@ -58,13 +58,13 @@ class QueueConsumption(Running):
         self._lease = lease
         self._polling_delay = polling_delay
         self._listener = listener
-        self._stop = threading.Event()
+        self._stop = Wake()
         self._cancellation = Cancellation(self._stop)
         self._handler = HandlerOfOne(handler, deliveries, self._cancellation, name=name)
-        lock = threading.Lock()
-        self._fetching = threading.Condition(lock)
-        self._working = threading.Condition(lock)
-        self._settling = threading.Condition(lock)
+        self._lock = threading.Lock()
+        self._fetching = threading.Condition(self._lock)
+        self._working = threading.Condition(self._lock)
+        self._settling = threading.Condition(self._lock)
         self._exchange = threading.Lock()
         """Held while events are handed out to this process, and while it gives events back: otherwise a later event of
         a key could come while an earlier event is given back."""
@@ -76,7 +76,7 @@ class QueueConsumption(Running):
         self._woken = False
         self._ahead = Ahead(workers)
         self._working_threads = workers
-        self._worked_off = threading.Event()
+        self._worked_off = Wake()
         """Set when no worker has an event any more, or when `stop` no longer waits for the workers."""
         self._failing: set[str | int] = set()
         """What met an error, until it succeeds again: looks at the log, partitions, settling, the lease."""
@@ -102,7 +102,7 @@ class QueueConsumption(Running):
     # Stopping
 
     def stop_soon(self) -> None:
-        with self._fetching:
+        with self._lock:
             self._stop.set()
             for condition in (self._fetching, self._working, self._settling):
                 condition.notify_all()
@@ -119,7 +119,7 @@ class QueueConsumption(Running):
             logger.warning("%s does not end in time: its running handlers cannot acknowledge any more", self._name)
             self._cancellation.cancel()
         self._worked_off.set()
-        with self._settling:
+        with self._lock:
             self._settling.notify_all()
         # Events that were handled in time are acknowledged before the others are given up.
         join_all(self._services, max(deadline, time.monotonic() + SETTLE_RETRY))

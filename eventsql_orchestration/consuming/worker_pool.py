@@ -19,7 +19,7 @@ from eventsql_orchestration.consuming.throttle import Throttle
 from eventsql_orchestration.consuming.tracebacks import logger_of_errors
 from eventsql_orchestration.database.notifications import LOG, Listener
 from eventsql_orchestration.errors import ClaimLostError, DatabaseBusyError, DatabaseUnavailableError, EventSQLError
-from eventsql_orchestration.threads import join_all, log_recovery, others_alive, start_thread
+from eventsql_orchestration.threads import Wake, join_all, log_recovery, others_alive, start_thread
 from eventsql_orchestration.validation import Duration, check_batch, in_seconds
 
 logger = logger_of_errors(__name__)
@@ -136,11 +136,11 @@ class Consumption(Running):
         self._listener = listener
         self._name = f"consumer {keys[0].consumer!r} of topic {keys[0].topic!r}"
         self._workers = workers
-        self._stop = threading.Event()
+        self._stop = Wake()
         self._cancellation = Cancellation(self._stop)
-        lock = threading.Lock()
-        self._poller = threading.Condition(lock)
-        self._queued = threading.Condition(lock)
+        self._lock = threading.Lock()
+        self._poller = threading.Condition(self._lock)
+        self._queued = threading.Condition(self._lock)
         self._idle = {key.partition: _Slot(key) for key in keys}
         self._known = set(self._idle)
         self._throttle.join(len(self._known))
@@ -154,7 +154,7 @@ class Consumption(Running):
         self._unsubscribe = listener.subscribe(LOG, keys[0].topic, self._wake) if listener is not None else None
         self._threads: list[threading.Thread] = []
         try:
-            with lock:
+            with self._lock:
                 self._start_workers()
                 self._begin("poller", self._run_poller)
         except BaseException:
@@ -175,7 +175,7 @@ class Consumption(Running):
     # Stopping
 
     def stop_soon(self) -> None:
-        with self._poller:
+        with self._lock:
             if not self._stop.is_set():
                 self._throttle.join(-len(self._known))
             self._stop.set()

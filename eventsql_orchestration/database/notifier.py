@@ -56,12 +56,12 @@ class Notifier:
         self._next_at: dict[str, float] = {}
         """When the next notification of a kind and topic may be sent."""
         self._wake = Wake()
-        self._stop = threading.Event()
+        self._stop = Wake()
         self._thread: threading.Thread | None = None
         after_fork(self, Notifier._after_fork)
 
     def _after_fork(self) -> None:
-        self._lock, self._wake, self._stop = threading.Lock(), Wake(), threading.Event()
+        self._lock, self._wake, self._stop = threading.Lock(), Wake(), Wake()
         self._pending, self._thread = {}, None
 
     @checks_itself
@@ -81,7 +81,7 @@ class Notifier:
             self._database.check_open()
             with self._lock:
                 if self._thread is None or not self._thread.is_alive():
-                    self._stop = threading.Event()
+                    self._stop = Wake()
                     self._thread = start_thread("notifier", self._run, self._stop)
 
     def _nobody_listens(self) -> bool:

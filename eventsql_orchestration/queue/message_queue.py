@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,6 +36,7 @@ from eventsql_orchestration.queue.values import (
     QueueStatistics,
 )
 from eventsql_orchestration.shards.cluster import ONE_SHARD
+from eventsql_orchestration.threads import Wake
 from eventsql_orchestration.validation import (
     NO_METADATA,
     Duration,
@@ -169,7 +169,7 @@ class MessageQueue:
         if found or not wait:
             return found
 
-        wake = threading.Event()
+        wake = Wake()
         with ExitStack() as subscriptions:
             subscriptions.callback(self.subscribe(wake.set))
             while True:

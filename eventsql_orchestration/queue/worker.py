@@ -29,7 +29,7 @@ from eventsql_orchestration.queue.held_messages import HeldMessages
 from eventsql_orchestration.queue.message_queue import MessageQueue
 from eventsql_orchestration.queue.values import Message
 from eventsql_orchestration.retry import LONGEST_AWAY, doubled, pause_while_away
-from eventsql_orchestration.threads import join_all, log_recovery, start_thread
+from eventsql_orchestration.threads import Wake, join_all, log_recovery, start_thread
 from eventsql_orchestration.validation import Duration, check_seconds, counted
 
 logger = logger_of_errors(__name__)
@@ -97,8 +97,8 @@ class QueueWorkers(Running):
         self._max_messages = max_messages
         self._visibility_timeout = visibility_timeout
         self._backoff = backoff
-        self._stop = threading.Event()
-        self._wakes = [threading.Event() for _ in range(workers)]
+        self._stop = Wake()
+        self._wakes = [Wake() for _ in range(workers)]
         self._threads: list[threading.Thread] = []
         self._heart: threading.Thread | None = None
         self._lock = threading.Lock()

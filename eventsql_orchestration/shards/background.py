@@ -10,7 +10,7 @@ from typing import Final
 
 from eventsql_orchestration.errors import EventSQLError
 from eventsql_orchestration.forks import after_fork
-from eventsql_orchestration.threads import start_thread
+from eventsql_orchestration.threads import Wake, start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class Background:
     def _after_fork(self) -> None:
         self._lock = threading.Lock()
         self._tasks: list[Callable[[], object]] = []
-        self._stop = threading.Event()
+        self._stop = Wake()
         self._thread: threading.Thread | None = None
 
     def add(self, task: Callable[[], object]) -> None:
@@ -60,6 +60,6 @@ class Background:
             self._stop.set()
             thread, self._thread = self._thread, None
             self._tasks = []
-            self._stop = threading.Event()
+            self._stop = Wake()
         if thread is not None and thread is not threading.current_thread():
             thread.join(1.0)

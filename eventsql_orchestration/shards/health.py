@@ -23,7 +23,7 @@ from eventsql_orchestration.errors import (
 from eventsql_orchestration.forks import after_fork
 from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.shards.shard_state import ShardState
-from eventsql_orchestration.threads import in_thread, start_thread
+from eventsql_orchestration.threads import Wake, in_thread, start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Health:
     def _after_fork(self) -> None:
         self._lock = threading.Lock()
         self._returned = threading.Condition(self._lock)
-        self.stop = threading.Event()
+        self.stop = Wake()
 
     def reach(self, shard: Shard, deadline: float = 0.0) -> None:
         """Make sure that a shard can be reached. With `wait`, wait until `deadline` of `time.monotonic`.
@@ -66,7 +66,7 @@ class Health:
                 seconds = deadline - time.monotonic()
                 if not self._wait or seconds <= 0:
                     raise
-                with self._returned:
+                with self._lock:
                     back = self._returned.wait_for(lambda: shard.down is None, seconds)
                 if not back:
                     raise
@@ -126,9 +126,9 @@ class Health:
 
     def close(self, shards: Iterable[Shard]) -> None:
         """End the threads that probe shards. A platform that is opened again finds out anew which of them are down."""
-        with self._returned:
+        with self._lock:
             self.stop.set()
-            self.stop = threading.Event()
+            self.stop = Wake()
             for shard in shards:
                 shard.down = None
             self._returned.notify_all()

@@ -78,14 +78,14 @@ class Shard:
         self._background: threading.Thread | None = None
         self._background_lock = threading.Lock()
         self._unsubscribe: Callable[[], None] = lambda: None
-        self._stop = threading.Event()
+        self._stop = Wake()
         self._wake, self._uncommitted = Wake(), Wake()
         after_fork(self, Shard._after_fork)
 
     def _after_fork(self) -> None:
         """See `forks`. This process finds out by itself whether the shard is down."""
         self.down, self._background, self._unsubscribe = None, None, lambda: None
-        self._background_lock, self._stop = threading.Lock(), threading.Event()
+        self._background_lock, self._stop = threading.Lock(), Wake()
         self._wake, self._uncommitted = Wake(), Wake()
 
     def __repr__(self) -> str:
@@ -180,7 +180,7 @@ class Shard:
         *, polling_delay: Delay = 0.2, wake: threading.Event | None = None, on_moved: OnMoved | None = None,
     ) -> None:  # fmt: skip
         """Transfer until `stop` is set, at once on a notification of buffered events; see `Transfer.run`."""
-        wake, uncommitted = wake or threading.Event(), threading.Event()
+        wake, uncommitted = wake or Wake(), Wake()
         unsubscribe = self._subscribe_to_buffer(wake, uncommitted)
         try:
             self.transfer.run(stop, polling_delay=polling_delay, wake=wake, uncommitted=uncommitted, on_moved=on_moved)
@@ -211,7 +211,7 @@ class Shard:
                     except EventSQLError as error:
                         logger.warning("events stay in the buffer for the next transfer: %s", error)
                 self._background = None
-            self._stop = threading.Event()
+            self._stop = Wake()
         self.notifier.close()
         self.listener.close()
         # Close the database first: a thread that still publishes or transfers must not open its connection again.

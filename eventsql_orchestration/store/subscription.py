@@ -28,7 +28,7 @@ from eventsql_orchestration.forks import after_fork
 from eventsql_orchestration.store.change import RecordedChange, StoreCheckpoint
 from eventsql_orchestration.store.dead_letters import StoreDeadLetter, change_of, letters
 from eventsql_orchestration.store.order import Filters, GlobalOrder
-from eventsql_orchestration.threads import log_recovery, start_thread
+from eventsql_orchestration.threads import Wake, log_recovery, start_thread
 from eventsql_orchestration.validation import Duration, check_name, check_seconds, check_whole, counted, in_seconds
 
 logger = logger_of_errors(__name__)
@@ -127,8 +127,8 @@ class Subscription:
 
     def _after_fork(self) -> None:
         self._starting = threading.Lock()
-        self._stop = threading.Event()
-        self._wake = threading.Event()
+        self._stop = Wake()
+        self._wake = Wake()
         self._thread: threading.Thread | None = None
 
     # One transaction at a time
@@ -272,7 +272,7 @@ class Subscription:
         with self._starting:
             # A thread that was stopped may still be in its last transaction.
             if self._stop.is_set() or not self.running:
-                self._stop = threading.Event()
+                self._stop = Wake()
                 self._thread = start_thread(f"subscription-{self.name}", self.run, self._stop)
         return self
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -23,7 +25,10 @@ from eventsql_orchestration.errors import ClosedError, DatabaseUnavailableError,
 from eventsql_orchestration.publishing import transfer
 from eventsql_orchestration.queue import AsyncQueue, Queue, drop_expired_archives, list_queues
 from eventsql_orchestration.store import Change, Store
+from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.views import Timeline, Views
+from tests.interrupting import interrupted
+from tests.waiting import PATIENCE
 
 if TYPE_CHECKING:
     from tests.fixtures import Sessions, Until
@@ -376,3 +381,37 @@ def test_every_part_says_that_the_database_is_down_and_no_password() -> None:
                 use()
             assert "s3cr3t" not in caught.value.message
             assert "127.0.0.1" in caught.value.message
+
+
+# Ctrl-C
+
+
+def prepare_consumer(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders", 2))
+    platform.registry.register_consumer(Consumer("orders", "mailer", partitioned=True))
+
+
+def ignore(*_: object) -> None:
+    pass
+
+
+STOPS: dict[str, Callable[[EventSQL], Callable[[], object]]] = {
+    "consumer": lambda platform: platform.consumers.start("orders", "mailer", ignore).stop_soon,
+    "consumer as a queue": lambda platform: platform.consumers.start_queue("orders", "mailer", ignore).stop_soon,
+    "workers of a queue": lambda platform: Queue(platform, "jobs").work(ignore).stop_soon,
+    "subscription": lambda platform: partial(platform.store.subscribe("mailer", ignore).stop, 0.0),
+}
+"""Each starts threads, and gives the function that lets them end."""
+
+
+@pytest.mark.prepared.with_args(prepare_consumer)
+@pytest.mark.parametrize("kind", STOPS)
+def test_a_platform_closes_after_ctrl_c_at_any_moment_of_a_stop(dsn: str, kind: str) -> None:
+    for after in itertools.count():
+        platform = EventSQL(dsn, transfer=False)
+        goes_on = interrupted(after, STOPS[kind](platform), module="threading.py")
+        closing = start_thread("close", platform.close)
+        closing.join(PATIENCE)
+        assert not closing.is_alive()
+        if not goes_on:
+            break

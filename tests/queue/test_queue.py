@@ -7,6 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
+from itertools import count
 from typing import Any
 
 import psycopg
@@ -23,8 +25,11 @@ from eventsql_orchestration.errors import (
     ValidationError,
 )
 from eventsql_orchestration.queue import Message, NewMessage, Queue, QueueDepth
+from eventsql_orchestration.threads import start_thread
 from tests.fixtures import Sessions
+from tests.interrupting import interrupted
 from tests.queue.test_ordered import expire
+from tests.waiting import PATIENCE
 
 
 @pytest.fixture
@@ -408,3 +413,24 @@ def test_a_server_that_is_not_there_is_named_without_its_password(nowhere: Datab
         Queue(nowhere, "commands").send(b"x")
     assert "127.0.0.1" in raised.value.message
     assert "secret" not in raised.value.message
+
+
+def test_a_receiver_that_ctrl_c_interrupts_keeps_no_thread_from_waking_it(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that listens to notifications wakes all receivers, and may do so just before a subscription ends."""
+    wakes: list[Callable[[], None]] = []
+
+    def subscribe(wake: Callable[[], None]) -> Callable[[], None]:
+        wakes.append(wake)
+        return lambda: None
+
+    monkeypatch.setattr(queue, "subscribe", subscribe)
+    for after in count():
+        goes_on = interrupted(after, partial(queue.receive, wait=0.01), module="threading.py")
+        for wake in wakes:
+            waking = start_thread("wake", wake)
+            waking.join(PATIENCE)
+            assert not waking.is_alive()
+        if not goes_on:
+            break

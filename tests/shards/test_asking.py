@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from functools import partial
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from psycopg.conninfo import conninfo_to_dict
@@ -14,6 +19,7 @@ from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.errors import DatabaseBusyError, DatabaseUnavailableError, ShardUnavailableError
 from eventsql_orchestration.sharding import shard_of_key
 from eventsql_orchestration.shards import health
+from tests.interrupting import interrupted
 from tests.shards.adding import KEYS
 from tests.shards.conftest import Databases, Open, Until
 from tests.waiting import PATIENCE
@@ -157,3 +163,25 @@ def test_a_shard_that_no_thread_can_look_after_is_not_left_down(
     with pytest.raises(DatabaseUnavailableError), watching(shard):
         raise lost
     assert shard.down is lost
+
+
+def test_ctrl_c_in_a_wait_for_a_shard_leaves_the_health_of_shards_to_other_threads() -> None:
+    error = ShardUnavailableError("down", shard="shard-1")
+    down: Any = SimpleNamespace(down=error, unavailable=lambda: error)
+
+    def wait(found: health.Health) -> None:
+        with suppress(ShardUnavailableError):
+            found.reach(down, time.monotonic() + 0.01)
+        found.close([])
+
+    for after in count():
+        found = health.Health(wait=True, on_return=lambda *_: None)
+        goes_on = interrupted(after, partial(wait, found), module="threading.py")
+        assert not found._lock.locked()
+        closing = threading.Thread(target=found.close, args=[[]], daemon=True)
+        closing.start()
+        closing.join(PATIENCE)
+        assert not closing.is_alive()
+        if not goes_on:
+            break
+    assert after > 5
