@@ -80,15 +80,17 @@ def _driver(connection: object) -> Connection:
 
 def _check_free(connection: psycopg.Connection[Any]) -> None:
     """Raise `ValidationError` for a connection that takes no statement now: psycopg itself would wait for ever."""
-    busy = not connection.lock.acquire(timeout=BUSY_SECONDS)
+    busy = connection.lock.locked()
+    if busy and connection.lock.acquire(timeout=BUSY_SECONDS):
+        connection.lock.release()
+        busy = False
     if not busy:
-        try:
+        # Not by a call: after Ctrl-C at its end, the lock would stay taken, and the caller's rollback would never end.
+        with connection.lock:
             # No thread executes a statement now: an active connection is in the middle of a COPY.
             pgconn = connection.pgconn
             active = pgconn.transaction_status == TransactionStatus.ACTIVE
             busy = active and pgconn.pipeline_status == PipelineStatus.OFF
-        finally:
-            connection.lock.release()
     if busy:
         raise ValidationError(
             "the connection is in the middle of a statement, such as `cursor.stream()`, `cursor.copy()` or "

@@ -9,7 +9,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, closing
 from decimal import Decimal
 from functools import partial
 from itertools import count
@@ -233,6 +233,16 @@ def test_ctrl_c_at_any_moment_of_a_copy_lets_its_transaction_end(dsn: str) -> No
         # In a thread, in case that the transaction never ends.
         if not in_thread("copy", partial(moment, after)).result(PATIENCE):
             break
+    assert after > 5
+
+
+def test_ctrl_c_in_the_check_of_a_callers_connection_leaves_its_lock_free(dsn: str) -> None:
+    with closing(psycopg.connect(dsn)) as connection:
+        for after in count():
+            goes_on = interrupted(after, partial(driver_connection, connection), module="database/connections.py")
+            assert not connection.lock.locked()
+            if not goes_on:
+                break
     assert after > 5
 
 
