@@ -246,6 +246,8 @@ def test_an_event_that_takes_the_server_down_has_failed_when_the_server_is_back(
     platform.consumers.consume_once("orders", "mailer", handler, max_events=1)
     assert handler.calls == 1
     assert (state_of(platform).failed_event_id, state_of(platform).attempts) == (4, 1)
+    consume(platform, Losing(lambda _: None), times=2)
+    assert state_of(platform).last_event_id == 10
 
 
 def test_a_connection_that_is_lost_while_a_failure_is_recorded_is_not_the_failure(

@@ -9,6 +9,7 @@ import itertools
 import logging
 import random
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -371,6 +372,22 @@ def test_the_loop_goes_on_past_a_topic_that_cannot_be_moved_and_tries_it_again(
     assert moved == [{"payments": 1}, {"payments": 1}, {"orders": 1}]
 
 
+def test_the_loop_tries_a_topic_that_cannot_be_moved_again_after_seconds_and_not_at_each_look(
+    platform: EventSQL, transfers: Callable[..., Transfer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "MAX_RETRY_DELAY", 3_600.0)
+    moving, tried = transfers(), list[str]()
+
+    def refuse(topic: str, _newest: int) -> int:
+        tried.append(topic)
+        raise DatabaseError("refused")
+
+    monkeypatch.setattr(moving._writer, "move", refuse)
+    platform.publisher.publish(order("one"))
+    Looks("committed", "", "committed").of(moving)
+    assert tried == ["orders"]
+
+
 class Looks(threading.Event):
     """Wakes a loop as its script says, which has whether to wake it at each wait: by a commit, or without one."""
 
@@ -487,6 +504,24 @@ def test_the_loop_looks_soon_again_for_committed_events_of_a_topic_that_another_
     looks = Held("", "committed", "", "committed", "", "")
     assert looks.of(transfers()) == [0.005, 0.01, 0.005, 0.01, 0.005, 0.005]
     assert values(platform) == ["one"]
+
+
+def test_a_run_tries_a_held_topic_again_until_it_is_free(
+    platform: EventSQL, transfers: Callable[..., Transfer], sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, moving, tries = sessions(), transfers(), list[int | None]()
+    other.execute("SELECT FROM eventsql.event_buffer_lock WHERE eql_topic = 'orders' FOR UPDATE")
+    move = moving._writer.move
+
+    def release(topic: str, newest: int) -> int | None:
+        tries.append(move(topic, newest))
+        other.rollback()
+        return tries[-1]
+
+    monkeypatch.setattr(moving._writer, "move", release)
+    platform.publisher.publish(order("one"))
+    assert moving.run_once(deadline=time.monotonic() + 3_600.0, retry_held=True) == {"orders": 1}
+    assert tries == [None, 1]
 
 
 def test_one_run_ends_though_publishers_go_on(
@@ -758,11 +793,36 @@ def test_the_loop_waits_for_a_server_that_is_down(
     assert values(platform) == ["before", "after"]
 
 
-def test_an_outage_is_one_line_in_the_log_of_the_transfer(
+def test_the_loop_tries_less_and_less_often_while_the_database_is_away(
+    transfers: Callable[..., Transfer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stop(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            pauses.append(timeout)
+            return False
+
+    pauses, stop, wake, moving = list[float | None](), Stop(), threading.Event(), transfers()
+    outages = iter([True] * 12 + [False] + [True] * 2)
+
+    def away(*_given: Any) -> Any:
+        # Each publication wakes the loop.
+        wake.set()
+        if (outage := next(outages, None)) is None:
+            stop.set()
+        elif outage:
+            raise DatabaseUnavailableError("gone")
+        return transfer._Round(0, {}, again=False, held=False)
+
+    monkeypatch.setattr(moving, "_round", away)
+    moving.run(stop, polling_delay=0.2, wake=wake)
+    assert pauses == [*(0.005 * 2**times for times in range(10)), 5.0, 5.0, 0.005, 0.01]
+
+
+def test_each_error_of_an_outage_is_one_line_in_the_log_of_the_transfer(
     transfers: Callable[..., Transfer], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     stop = threading.Event()
-    outages = iter(["gone", "gone", "gone", None, "gone"])
+    outages = iter(["gone", "gone", "refused", None, "gone"])
     moving = transfers()
     moves = moving._round
 
@@ -775,7 +835,7 @@ def test_an_outage_is_one_line_in_the_log_of_the_transfer(
 
     monkeypatch.setattr(moving, "_round", away)
     moving.run(stop, polling_delay=0.01)
-    assert len([record for record in caplog.records if record.name == transfer.__name__]) == 2
+    assert len([record for record in caplog.records if record.name == transfer.__name__]) == 3
 
 
 def test_a_topic_that_cannot_be_moved_is_one_line_in_the_log_until_it_is_moved(
