@@ -423,6 +423,12 @@ def test_the_loop_looks_less_and_less_often_until_it_hears_of_events_that_may_be
     assert looks.of(transfers()) == [0.005, 0.01, 0.02, 0.02, 0.005, 0.01]
 
 
+def test_the_loop_looks_as_often_as_the_present_polling_delay_asks_for(transfers: Callable[..., Transfer]) -> None:
+    looks, longest = Looks(*[""] * 6), iter([1.0] * 4 + [0.01] * 2)
+    transfers().run(looks.stop, polling_delay=lambda: next(longest), wake=looks)
+    assert looks.delays == [0.005, 0.01, 0.02, 0.04, 0.01, 0.01]
+
+
 def test_a_look_for_committed_events_finds_them_and_needs_no_further_looks(
     platform: EventSQL, transfers: Callable[..., Transfer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
