@@ -95,6 +95,18 @@ def test_small_batches_mixed_ones_and_those_in_a_transaction_go_through_the_buff
     assert platform.buffered() == {"orders": 3 * MANY - 1, "payments": 1}
 
 
+def test_a_publisher_learns_a_layout_with_the_number_of_partitions_that_it_knows(platform: EventSQL, dsn: str) -> None:
+    platform.publisher.publish_all(batch("a"))
+    with EventSQL(dsn, transfer=False) as other:
+        for partitions in (4, 3):
+            other.repartitioner.repartition("orders", partitions)
+    platform.publisher.publish_all(batch("b"))
+    platform.transfer.run_once()
+    platform.publisher.publish_all(batch("c"))
+    assert platform.buffered() == {}
+    check_names(platform, "a", "b", "c")
+
+
 @pytest.mark.parametrize("limit", ["STRAIGHT_MOST", "STRAIGHT_BYTES"])
 def test_a_batch_that_is_too_large_goes_through_the_buffer_whole(
     platform: EventSQL, monkeypatch: pytest.MonkeyPatch, limit: str
