@@ -203,9 +203,9 @@ _HOME: Final = "The directory of the embedded server and its files; or EVENTSQL_
     name="eventsql",
     cls=Application,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
-    epilog="A command that loses something, or lets events be handled again, shows a plan, and acts with --execute, "
-    "without a question. Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted. Data goes to standard output, "
-    "messages to standard error.",
+    epilog="A command that loses something, or lets events be handled again, only shows a plan. With --execute, it "
+    "acts without a question. Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted. Data goes to standard "
+    "output, messages to standard error.",
 )
 def _program(
     context: CliContext,
@@ -247,7 +247,9 @@ _COMMANDS: Final = (
     _LoadedWhenCalled("publish", "Publish JSON lines, CSV or Parquet to TOPIC."),
     _LoadedWhenCalled("capture", "Publish the changes of a table's rows to a topic."),
     _LoadedWhenCalled("transfer", "Move published events into their topics' logs."),
-    _LoadedWhenCalled("consume", "Print the events that a consumer has left, and commit its offsets.", "events"),
+    _LoadedWhenCalled(
+        "consume", "Print the events that a consumer has not consumed, and commit its offsets.", "events"
+    ),
     _LoadedWhenCalled("tail", "Print events as JSON lines, without committing anything.", "events"),
     _LoadedWhenCalled("lag", "Show how far consumers are behind, and why."),
     _LoadedWhenCalled("top", "Show rates, lag and what stands still, on a screen that refreshes."),

@@ -32,7 +32,10 @@ def serve(
     context: CliContext,
     port: Annotated[int, option("The port; 0 takes a free one.", type=Whole(0, 65_535), default=9788, metavar="N")],
     address: Annotated[
-        str, option("The address to listen on; 0.0.0.0 for all of this machine.", default="127.0.0.1", metavar="HOST")
+        str,
+        option(
+            "The address to listen on; 0.0.0.0 for all addresses of this machine.", default="127.0.0.1", metavar="HOST"
+        ),
     ],
     interval: Annotated[
         float, option("Read the database at most this often.", type=Seconds(1, 3_600), default=10.0, metavar="SECONDS")

@@ -86,15 +86,22 @@ def create(
     *,
     name: QueueName,
     ordered: Annotated[bool, option("Give out the messages of a key one after another.")],
-    visibility_timeout: Annotated[timedelta | None, option("How long a receiver holds a message.")],
-    max_receives: Annotated[int | None, option("Receives until a message is a dead letter.", type=POSITIVE)],
-    dead_letters: Annotated[
-        str | None, option("The queue of the dead letters  [default: QUEUE_dead].", metavar="NAME", type=_QUEUE)
+    visibility_timeout: Annotated[timedelta | None, option("How long a receiver holds a message  [default: 30s].")],
+    max_receives: Annotated[
+        int | None, option("Receives until a message is a dead letter; without it, none is.", type=POSITIVE)
     ],
-    retention: Annotated[timedelta | None, option("How long acknowledged messages are kept.")],
-    deduplication_window: Annotated[timedelta | None, option("How long a deduplication id counts.")],
+    dead_letters: Annotated[
+        str | None,
+        option(
+            "The queue of the dead letters, with --max-receives  [default: QUEUE_dead].", metavar="NAME", type=_QUEUE
+        ),
+    ],
+    retention: Annotated[
+        timedelta | None, option("How long acknowledged messages are kept; without it, they are deleted.")
+    ],
+    deduplication_window: Annotated[timedelta | None, option("How long a deduplication id counts  [default: 5m].")],
 ) -> None:
-    """Create QUEUE, or change its options."""
+    """Create QUEUE, or change its options. A queue that exists keeps the options that are not given."""
     with context.platform() as platform:
         Queue(
             platform, name, ordered=ordered or None, visibility_timeout=visibility_timeout, max_receives=max_receives,
@@ -202,7 +209,7 @@ def receive(
     *,
     name: QueueName,
     limit: Limit,
-    wait: Annotated[timedelta | None, option("Wait for the first message.")],
+    wait: Annotated[timedelta | None, option("Wait this long for the first message.")],
     acknowledge: Annotated[bool, option("Acknowledge the messages after they are printed.")],
     as_json: AsJson,
 ) -> None:

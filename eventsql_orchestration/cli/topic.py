@@ -84,12 +84,13 @@ def create(
     storage: Annotated[
         Storage | None,
         option(
-            "The form of its log: blocks, or rows for a topic that EventSQL's Java library shares.",
+            "The form of its log: blocks, or rows for a topic that EventSQL's Java library shares  [default: blocks].",
             type=click.Choice(STORAGES),
         ),
     ],
     compression: Annotated[
-        Compression | None, option("How its blocks are compressed.", type=click.Choice(COMPRESSIONS))
+        Compression | None,
+        option("How its blocks are compressed  [default: lz4 if the server has it].", type=click.Choice(COMPRESSIONS)),
     ],
     dead_letters: Annotated[bool, option("Also create TOPIC_dlt for the events that its consumers give up.")],
     **retention: Unpack[_Retention],
@@ -117,7 +118,9 @@ def alter(
     context: CliContext,
     topic: TopicName,
     partitions: Annotated[int | None, option("1 to 32767, or -1 for none.")],
-    storage: Annotated[Storage | None, option("The form of its new events.", type=click.Choice(STORAGES))],
+    storage: Annotated[
+        Storage | None, option("The form of its new events: see `eventsql topic create`.", type=click.Choice(STORAGES))
+    ],
     compression: Annotated[
         Compression | None, option("How its new blocks are compressed.", type=click.Choice(COMPRESSIONS))
     ],
