@@ -169,7 +169,11 @@ def _duration(text: str) -> timedelta:
 
 
 def _moment(text: str) -> datetime:
-    return datetime.now(UTC) - _duration(text) if _LIKE_A_DURATION.fullmatch(text) else _time(text)
+    if _LIKE_A_DURATION.fullmatch(text):
+        return datetime.now(UTC) - _duration(text)
+    if not text[:1].isdecimal():
+        raise click.BadParameter(f"{text!r} is not a time such as 2026-05-01T12:00:00Z, nor a duration such as 2h")
+    return _time(text)
 
 
 def _place(text: str) -> Place:

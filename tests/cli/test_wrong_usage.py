@@ -93,7 +93,7 @@ WRONG_USAGE = (
     # Dead letters
     *((f"dlt {command} orders {options}", word) for command in ("list", "redrive") for options, word in (
         ("--since 2026-01-01T02:00:00", "time zone"),
-        ("--until yesterday", "not a time"),
+        ("--until yesterday", "nor a duration"),
         ("--since 2026-01-02T00:00:00Z --until 2026-01-01T00:00:00Z", "range of times"),
         ("--metadata source", "NAME=VALUE"),
         ("--metadata x=1 --metadata x=2", "two values"),
