@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -97,22 +97,21 @@ def tail(
         writer = EventWriter(form, sharded=any(context.shard or shard.name for shard in after))
         tail = _Tail(writer, topic, partition, key, grep, inf if max_events is None else max_events)
         wake = _woken_by(platform, topic, follow=follow)
-        look_at, buffered, said = time.monotonic() + _BUFFERED_SECONDS, False, False
+        look_at, said = 0.0, False
         while tail.left > 0:
             found_any = False
             for shard, offset in after.items():
                 if (last := tail.print_next(shard, offset, context.shard or shard.name)) is not None:
                     after[shard], found_any = last, True
             if found_any:
-                buffered = said = False
+                said = False
                 continue
             if not follow:
-                _tell_of_buffered(_buffered(topic, after))
+                _tell_of_buffered(sum(shard.buffered().get(topic, 0) for shard in after))
                 return
             if not said and time.monotonic() >= look_at:
-                before, buffered = buffered, _buffered(topic, after) > 0
                 look_at = time.monotonic() + _BUFFERED_SECONDS
-                if said := before and buffered:
+                if said := any(shard.longest_buffered(topic) > _BUFFERED_SECONDS for shard in after):
                     say(_NOT_MOVED)
             wake.wait(_FOLLOW_DELAY)
             wake.clear()
@@ -158,10 +157,6 @@ def _woken_by(platform: EventSQL, topic: str, *, follow: bool) -> threading.Even
         for shard in platform.members():
             shard.listener.subscribe(lazy.LOG, topic, wake.set)
     return wake
-
-
-def _buffered(topic: str, shards: Iterable[Shard]) -> int:
-    return sum(shard.buffered().get(topic, 0) for shard in shards)
 
 
 def _tell_of_buffered(events: int) -> None:

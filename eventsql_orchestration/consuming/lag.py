@@ -76,6 +76,10 @@ class LagReader:
         found = self._buffered(topic.name for topic in self._registry.topics())
         return {topic: count for (topic, partition), (count, _) in found.items() if partition == NOT_PARTITIONED}
 
+    def longest_buffered(self, topic: str) -> float:
+        """Seconds since the oldest buffered event of a topic came; 0 without buffered events."""
+        return self._buffered([topic]).get((topic, NOT_PARTITIONED), (0, 0.0))[1]
+
     def _buffered(self, topics: Iterable[str]) -> Buffered:
         rows = query_all(self._database, self._queries("buffered"), {"topics": sorted(topics)}, prepare=False)
         found: Buffered = {}

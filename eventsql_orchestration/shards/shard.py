@@ -118,6 +118,10 @@ class Shard:
         """The number of events of each topic that wait in the buffer; topics without buffered events are left out."""
         return self._lag.buffered()
 
+    def longest_buffered(self, topic: str) -> float:
+        """Seconds since the oldest event of a topic that waits in the buffer came; 0 if none waits."""
+        return self._lag.longest_buffered(topic)
+
     def _transfer_delay(self) -> float:
         # Only outboxes publish without a notification, and their publishers wake their own transfer.
         return 1.0 if self.listener.listening else 0.2
