@@ -602,7 +602,7 @@ def test_a_run_does_not_wait_for_the_lease_of_an_ended_run(bench: Workbench, bac
 
 
 def test_a_run_does_not_take_a_window_back_from_the_run_that_has_just_claimed_it(
-    bench: Workbench, backfills: Backfills
+    bench: Workbench, backfills: Backfills, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.publish("orders", 5)
     plan = everything(backfills, "fragile")
@@ -631,7 +631,7 @@ def test_a_run_does_not_take_a_window_back_from_the_run_that_has_just_claimed_it
         bench.platform.shards[0], "orders", "fragile", consume, RunLimits(), "one", plan.runs[0].window,
         plan.runs[0].partition, "slower run", logging.getLogger(),
     )  # fmt: skip
-    replay._wait = looked_again  # type: ignore[method-assign]
+    monkeypatch.setattr(replay, "_wait", looked_again)
     with pytest.raises(LookedAgainError):
         replay.run(has_ended)
     live = claims.live("orders", name)

@@ -136,7 +136,8 @@ def test_lines_that_commit_between_the_statements_of_a_look_are_given_once(
         late.commit()
 
     def given_by_looks(places: tuple[int, ...]) -> list[str]:
-        steps = list(zip(places, (lambda: write(early, runs, "early"), write_and_commit, early.commit), strict=True))
+        writes: tuple[Callable[[], object], ...] = (lambda: write(early, runs, "early"), write_and_commit, early.commit)
+        steps = list(zip(places, writes, strict=True))
         passed = count()
 
         def go_on() -> None:
