@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, wait
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Final, ParamSpec, TypeVar
+from typing import Final, Generic, ParamSpec, TypeVar
 
 from eventsql_orchestration.errors import ClosedError
 
@@ -73,28 +73,56 @@ def start_thread(
     return thread
 
 
-def in_thread(name: str, function: Callable[[], Result], *, daemon: bool = True) -> Future[Result]:
+class ThreadResult(Generic[Result]):
+    """The result of a function that runs in a thread. Ctrl-C always ends a wait for it, and leaves no lock behind.
+
+    `concurrent.futures.Future` is written in Python: after an interrupt between taking its lock and the block that
+    releases it, the thread could not give its result, and would never end.
+    """
+
+    def __init__(self, function: Callable[[], Result]) -> None:
+        self._function = function
+        self._ended = Wake()
+        self._results: list[Result] = []
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Call the function. For its thread alone."""
+        try:
+            self._results.append(self._function())
+        except BaseException as error:  # noqa: BLE001 - raised where the result is waited for
+            self._error = error
+        self._ended.set()
+
+    def done(self) -> bool:
+        """Whether the function has returned or raised an error."""
+        return self._ended.is_set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is done; gives False after `timeout` seconds."""
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while not self._ended.wait(max(0.0, min(SIGNAL_SECONDS, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
+                return False
+        return True
+
+    def result(self, timeout: float | None = None) -> Result:
+        """Wait for the result, or raise the error of the function. Raises `TimeoutError` after `timeout` seconds."""
+        if not self.wait(timeout):
+            raise TimeoutError
+        if self._error is not None:
+            raise self._error
+        return self._results[0]
+
+
+def in_thread(name: str, function: Callable[[], Result], *, daemon: bool = True) -> ThreadResult[Result]:
     """Call `function` in a thread, and give its result when it is there.
 
     A process that ends, as after Ctrl-C, waits for threads of an executor, but not for this one if it is a `daemon`.
     """
-    result: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(function())
-        except BaseException as error:  # noqa: BLE001 - raised where the result is waited for
-            result.set_exception(error)
-
-    start_thread(name, run, daemon=daemon)
+    result = ThreadResult(function)
+    start_thread(name, result.run, daemon=daemon)
     return result
-
-
-def result_of(future: Future[Result]) -> Result:
-    """Wait for the result of a function that runs in a thread. Ctrl-C always ends the wait."""
-    while not future.done():
-        wait((future,), SIGNAL_SECONDS)
-    return future.result()
 
 
 def join_all(threads: Iterable[threading.Thread], deadline: float) -> None:

@@ -7,7 +7,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import Future, wait
 from functools import partial
 from typing import Unpack
 
@@ -33,7 +32,7 @@ from eventsql_orchestration.shards.barriers import Barriers
 from eventsql_orchestration.shards.cluster import Cluster
 from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.shards.two_phase_coordinator import TwoPhaseCoordinator
-from eventsql_orchestration.threads import Wake, in_thread, log_recovery
+from eventsql_orchestration.threads import ThreadResult, Wake, in_thread, log_recovery
 from eventsql_orchestration.validation import Duration, in_seconds
 
 logger = logging.getLogger(__name__)
@@ -325,7 +324,7 @@ class ClusterTransfer:
         if self._cluster.lone is not None:
             return self._cluster.lone.transfer_until(stop, polling_delay=polling_delay, wake=wake, on_moved=on_moved)
         self._await_shards(stop)
-        running: dict[Shard, Future[None]] = {}
+        running: dict[Shard, ThreadResult[None]] = {}
         ending, reporting = threading.Event(), threading.Lock()
         fault: str | None = None
 
@@ -354,8 +353,10 @@ class ClusterTransfer:
                 stop.wait(1.0)
         finally:
             ending.set()
-        for each in wait(running.values(), 10.0).done:
-            each.result()
+        deadline = time.monotonic() + 10.0
+        for each in running.values():
+            if each.wait(max(0.0, deadline - time.monotonic())):
+                each.result()
         return None
 
     def _await_shards(self, stop: threading.Event) -> None:

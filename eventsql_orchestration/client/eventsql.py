@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Unpack
@@ -309,7 +308,8 @@ class EventSQL:
         # Close shards side by side: a shard that is down must not take the time of the other shards.
         left = max(0.5, deadline - time.monotonic())
         closing = [in_thread("close", partial(shard.close, left), daemon=False) for shard in self.shards]
-        wait(closing)
+        for each in closing:
+            each.wait()
         return all([ended, *(each.result() for each in closing)])
 
     def __enter__(self) -> EventSQL:

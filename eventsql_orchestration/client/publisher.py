@@ -21,7 +21,7 @@ from eventsql_orchestration.publishing.publisher import Publisher, check_many
 from eventsql_orchestration.shards.cluster import Cluster
 from eventsql_orchestration.shards.router import Router
 from eventsql_orchestration.shards.shard import Shard
-from eventsql_orchestration.threads import in_thread, result_of
+from eventsql_orchestration.threads import in_thread
 from eventsql_orchestration.topics.partitioner import Partitioner, default_partition
 
 
@@ -219,7 +219,7 @@ class _Batch:
         failed: dict[str, Exception] = {}
         for name in (last, *others):
             try:
-                done = result_of(futures[name]) if name in futures else commit(name)
+                done = futures[name].result() if name in futures else commit(name)
                 self._committed[name] = self._committed.get(name, 0) + done
             except (RedefinitionError, WrongShardError) as error:
                 refused[name] = error

@@ -17,7 +17,7 @@ from eventsql_orchestration.sharding import ShardSet
 from eventsql_orchestration.shards.cluster import Cluster
 from eventsql_orchestration.shards.router import Router
 from eventsql_orchestration.shards.shard import Shard
-from eventsql_orchestration.threads import SIGNAL_SECONDS, in_thread, result_of
+from eventsql_orchestration.threads import SIGNAL_SECONDS, in_thread
 
 _FEED_EVENTS: Final = 500
 _FEED_CHUNKS: Final = 8
@@ -99,7 +99,7 @@ class _Feed:
 
     def join(self) -> int:
         """Wait for the end; gives the number of events that are committed."""
-        return result_of(self._running)
+        return self._running.result()
 
 
 def publish_stream(cluster: Cluster, router: Router, publications: Iterator[Publication]) -> int:
