@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from tests.fixtures import Until
 
 
+def has_ended(name: str) -> bool:
+    return f"eventsql-{name}" not in [thread.name for thread in threading.enumerate()]
+
+
 def test_a_wake_stays_set_while_a_thread_that_waited_takes_it() -> None:
     """A thread that has to end looks whether the wake is set."""
     wake = Wake()
@@ -57,7 +61,7 @@ def test_ctrl_c_at_any_moment_of_a_wait_for_a_thread_lets_the_thread_end(until: 
         called = in_thread(name, go_on.wait)
         goes_on = interrupted(after, partial(wait, called))
         go_on.set()
-        until(lambda name=name: f"eventsql-{name}" not in [thread.name for thread in threading.enumerate()])
+        until(partial(has_ended, name))
         assert called.result(PATIENCE)
         if not goes_on:
             break
