@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import FrameType
 from typing import NoReturn
 
@@ -17,20 +17,22 @@ def _control_c() -> NoReturn:
 
 
 def interrupted(
-    after: int, call: Callable[[], object], *, module: str = "", handler: Callable[[], object] = _control_c
-) -> bool:
+    after: int, call: Callable[[], object],
+    *, module: str = "", handler: Callable[[], object] = _control_c,
+    events: Collection[str] = ("call", "return", "c_return"),
+) -> bool:  # fmt: skip
     """Call `call`, with a signal at the moment with this number. False if there are fewer moments.
 
     The signal is Ctrl-C, or another with a `handler` of its own.
 
     Python runs signal handlers where a function begins, and after a call. With `module`, only moments in modules whose
-    file has this name count.
+    file has this name count. `events` are those of `sys.setprofile`. A generator sees no error of "call" and "return".
     """
     left = after
 
     def interrupt(frame: FrameType, event: str, _argument: object) -> None:
         nonlocal left
-        if event in {"call", "return", "c_return"} and module in frame.f_code.co_filename:
+        if event in events and module in frame.f_code.co_filename:
             left -= 1
             if left == -1:
                 handler()

@@ -109,17 +109,8 @@ class LogWriter:
         """Close the connection, but not before the end of a session that uses it. The next use opens another."""
         self._closing = True
         # Do not wait: a server that stands still would keep the session for ever.
-        if self._mutex.acquire(blocking=False):
-            self._release()
-
-    def _release(self) -> None:
-        if self._closing:
-            self._closing = False
-            self._discard()
-        self._mutex.release()
-        if self._closing:
-            # `close` came in between.
-            self.close()
+        with self.session(timeout=0.0):
+            pass
 
     def _open(self) -> Connection:
         if self._connection is None or not is_quiet(self._connection):
@@ -169,17 +160,30 @@ class LogWriter:
 
         An error in the block closes the connection. It becomes an error of this package if its meaning is known.
         """
-        if not self._mutex.acquire(timeout=timeout):
-            yield False
-            return
+        held: list[bool] = []
         try:
-            with self._database.errors():
-                yield True
-        except BaseException:
-            self._discard()
-            raise
+            # One call takes the lock and notes it, because Ctrl-C can come at the end of each call.
+            held.extend(map(self._mutex.acquire, [True], [timeout]))
+            if held == [True]:
+                try:
+                    with self._database.errors():
+                        yield True
+                except BaseException:
+                    self._discard()
+                    raise
+            else:
+                yield False
         finally:
-            self._release()
+            if held == [True]:
+                try:
+                    if self._closing:
+                        self._closing = False
+                        self._discard()
+                finally:
+                    self._mutex.release()
+                if self._closing:
+                    # `close` came in between.
+                    self.close()
 
     def may_append(self, topic: str) -> bool:
         """Whether the current role may write to logs and was not refused the log of `topic` before."""

@@ -30,9 +30,11 @@ from eventsql_orchestration.errors import (
 )
 from eventsql_orchestration.publishing import low_water, transfer
 from eventsql_orchestration.publishing.buffer_mover import Moved
+from eventsql_orchestration.publishing.log_writer import LogWriter
 from eventsql_orchestration.publishing.transfer import Transfer
 from eventsql_orchestration.storage import sequences
 from tests.forms import check_order, in_blocks, none_is, stored
+from tests.interrupting import interrupted
 
 if TYPE_CHECKING:
     from tests.fixtures import Said, SaidBy, Sessions, Until, UntilBlocked
@@ -1007,3 +1009,19 @@ def test_the_server_compiles_no_statement_of_a_transfer(platform: EventSQL, sess
     connection = platform.shards[0].transfer._writer._connection
     assert connection is not None
     assert connection.execute("SHOW jit").fetchone() == ("off",)
+
+
+def test_ctrl_c_at_any_moment_of_a_session_of_the_writer_lets_other_threads_write(database: Database) -> None:
+    writer = LogWriter(database)
+
+    def use() -> None:
+        with writer.session() as mine:
+            assert mine
+        writer.close()
+
+    for after in itertools.count():
+        goes_on = interrupted(after, use, module="log_writer.py", events=["c_return"])
+        assert not writer._mutex.locked()
+        if not goes_on:
+            break
+    assert after > 2
