@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -83,6 +83,22 @@ def test_a_claim_is_processed_to_its_end(platform: EventSQL, topic: str) -> None
     assert sizes == PARTS
     assert platform.claims.get(claimed.id)[1] == "committed"
     assert consumed(platform, topic)
+
+
+def test_a_batch_that_does_not_fit_into_memory_is_read_in_parts(
+    platform: EventSQL, topic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_few(*given: Any, limit: int, **range_: Any) -> Any:
+        if limit > 2:
+            raise MemoryError
+        return read(*given, limit=limit, **range_)
+
+    read = reading.LogReader.read_batch
+    monkeypatch.setattr(reading.LogReader, "read_batch", read_few)
+    sizes: list[int] = []
+    claimed = claim(platform, topic)
+    assert platform.claims.process(claimed, lambda events, _: sizes.append(len(events))).consumed == EVENTS
+    assert max(sizes) <= 2
 
 
 def test_a_leased_consumer_commits_each_part_of_its_claim(platform: EventSQL, topic: str, until: Until) -> None:
