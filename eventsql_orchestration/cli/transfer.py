@@ -71,8 +71,8 @@ def transfer(
 
     It finishes the batch under way before it ends; a second Ctrl-C ends it at once. Several may run at once, here or in
     other programs, and share the topics. If the database goes away, the command waits for it. It also drops old
-    segments of topics with a retention, and merges the small blocks of logs. With --once it does not: use `eventsql
-    topic retain --execute` and `eventsql topic compact TOPIC --execute`.
+    segments of topics with a retention, and merges the small blocks of logs. With --once, it does neither: use
+    `eventsql topic retain --execute` and `eventsql topic compact TOPIC --execute`.
     """
     if once:
         leave_out("is not for --once", "interval", *(["retain"] if retain else []))
