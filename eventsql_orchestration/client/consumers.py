@@ -354,9 +354,8 @@ class ClusterTransfer:
         finally:
             ending.set()
         deadline = time.monotonic() + 10.0
-        for each in running.values():
-            if each.wait(max(0.0, deadline - time.monotonic())):
-                each.result()
+        for each in [each for each in running.values() if each.wait(max(0.0, deadline - time.monotonic()))]:
+            each.result()
         return None
 
     def _await_shards(self, stop: threading.Event) -> None:
