@@ -67,7 +67,8 @@ class Queue(MessageQueue):
                     f"use at most {most} workers"
                 )
         seconds = seconds_of("visibility_timeout", visibility_timeout)
-        started = QueueWorkers(
+        workers_of_queue = QueueWorkers(
             self, handler, workers=workers, max_messages=max_messages, visibility_timeout=seconds, backoff=backoff
-        ).start()
-        return self._shards.keep(started)
+        )
+        # First: after Ctrl-C in the middle of their start, the close of the platform still ends them.
+        return self._shards.keep(workers_of_queue).start()

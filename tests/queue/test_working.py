@@ -7,6 +7,8 @@ import logging
 import threading
 from collections.abc import Collection
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from itertools import count
 from typing import Any, Final
 
 import psycopg
@@ -22,6 +24,7 @@ from eventsql_orchestration.queue.worker import Handler
 from eventsql_orchestration.threads import in_thread, start_thread
 from tests.effects import DISK_IS_FULL, MuteError, stand_still, take_too_long
 from tests.fixtures import Terminate, Until
+from tests.interrupting import interrupted
 from tests.waiting import PATIENCE
 
 LOST: Final = 2
@@ -500,3 +503,18 @@ def test_workers_that_cannot_all_start_leave_neither_threads_nor_subscriptions(
 def test_workers_leave_connections_for_heartbeats(queue: Queue) -> None:
     with pytest.raises(ValidationError):
         queue.work(write, workers=21)
+
+
+def test_the_close_of_a_platform_ends_workers_whose_start_ctrl_c_interrupted(
+    platform: EventSQL, queue: Queue, until: Until
+) -> None:
+    def running() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name == "eventsql-queue-commands"]
+
+    for after in count():
+        goes_on = interrupted(after, partial(queue.work, write), module="client/consumers.py")
+        platform.consumers.close()
+        until(lambda: running() == [])
+        if not goes_on:
+            break
+    assert after > 1
