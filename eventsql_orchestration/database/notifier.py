@@ -110,6 +110,10 @@ class Notifier:
             thread.join(CLOSE_SECONDS)
 
     def _run(self, stop: threading.Event) -> None:
+        with self._lock:
+            if self._thread is not threading.current_thread() and not stop.is_set():
+                # Ctrl-C came before the thread was noted, and the next call starts another one.
+                return
         connection: Connection | None = None
         self._next_at = {}
         failures = 0

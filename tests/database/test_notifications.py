@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from multiprocessing.connection import wait
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -23,6 +24,7 @@ from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.database.notifications import BUFFER, LOG, Listener, channel_of
 from eventsql_orchestration.database.notifier import Notifier
 from eventsql_orchestration.threads import start_thread
+from tests.waiting import PATIENCE
 
 if TYPE_CHECKING:
     from tests.fixtures import Until
@@ -532,8 +534,9 @@ def test_the_channel_of_a_schema_has_a_name_that_postgresql_takes(dsn: str, sche
     assert channel_of(schema) != channel_of(schema[:-1])
 
 
-def test_a_listener_whose_start_ctrl_c_interrupts_leaves_no_thread(
-    listener: Listener, until: Until, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("module", [notifications, notifier_module])
+def test_a_start_that_ctrl_c_interrupts_leaves_no_thread(
+    listener: Listener, notifier: Notifier, until: Until, monkeypatch: pytest.MonkeyPatch, module: ModuleType
 ) -> None:
     started: list[threading.Thread] = []
     failed: list[object] = []
@@ -543,8 +546,16 @@ def test_a_listener_whose_start_ctrl_c_interrupts_leaves_no_thread(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(threading, "excepthook", failed.append)
-    monkeypatch.setattr(notifications, "start_thread", start)
-    with pytest.raises(KeyboardInterrupt):
-        listener.subscribe(LOG, "orders", lambda: None)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(module, "start_thread", start)
+        if module is notifications:
+            listener.subscribe(LOG, "orders", lambda: None)
+        else:
+            notifier.notify(LOG, "orders")
     until(lambda: not started[0].is_alive())
     assert failed == []
+    # The next call starts another thread.
+    heard = threading.Event()
+    listener.subscribe(LOG, "orders", heard.set)
+    notifier.notify(LOG, "orders")
+    assert heard.wait(PATIENCE)
