@@ -154,6 +154,39 @@ def test_any_batch_of_the_transfer_keeps_the_order(
     check(platform, range(5 * MANY))
 
 
+def test_a_batch_that_takes_long_ends_behind_its_blocks(
+    platform: EventSQL, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_sizes, "BATCH_SECONDS", -1.0)
+    publish(platform, sessions, numbered(0, topic="plain"))
+    platform.publisher.publish(numbered(MANY, 1, topic="plain")[0])
+    first = platform.shards[0].transfer._round(None, {}, None)
+    assert (first.moved, first.again) == ({"plain": MANY}, True)
+    assert platform.transfer.run_once() == {"plain": 1}
+
+
+@pytest.mark.parametrize("blocks_first", [True, False])
+def test_a_sequence_that_is_set_back_in_the_middle_of_a_batch_gives_no_id_twice(
+    platform: EventSQL, sessions: Sessions, session: Connection, *, monkeypatch: pytest.MonkeyPatch, blocks_first: bool
+) -> None:
+    if blocks_first:
+        publish(platform, sessions, numbered(1, topic="plain"))
+    platform.publisher.publish(numbered(0, 1, topic="plain")[0])
+    if not blocks_first:
+        publish(platform, sessions, numbered(1, topic="plain"))
+    look, looks = LogAppender.first_row, list[object]()
+
+    def set_back(*given: Any, **named: Any) -> tuple[int, int] | None:
+        looks.append(given)
+        if len(looks) == 2:
+            session.execute("SELECT setval(pg_get_serial_sequence('eventsql.plain_block', 'eql_id'), 1, false)")
+        return look(*given, **named)
+
+    monkeypatch.setattr(LogAppender, "first_row", set_back)
+    assert platform.transfer.run_once() == {"plain": MANY + 1}
+    assert len({event.id for event in platform.reader.read("plain")}) == MANY + 1
+
+
 @pytest.mark.parametrize("seen", ["event", "block", "nothing"])
 @pytest.mark.parametrize("at", ["batch", "first_row"])
 def test_a_row_that_is_committed_while_the_buffer_is_moved_passes_no_earlier_row_of_its_publisher(
