@@ -698,6 +698,38 @@ def test_the_mark_is_void_when_the_sequence_gives_ids_out_again(platform: EventS
     assert platform.transfer.run_once() == {"orders": 1}
 
 
+def test_the_mark_does_not_follow_to_ids_that_the_sequence_has_taken_back(
+    platform: EventSQL, transfers: Callable[..., Transfer], sessions: Sessions, session: Connection,
+    *, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """These ids were to be decided when the first publisher has ended. The second publisher got one of them anew."""
+    moving = transfers()
+    move = moving._writer.move
+
+    def move_and_publish(topic: str, newest: int) -> int | None:
+        monkeypatch.setattr(moving._writer, "move", move)
+        moved = move(topic, newest)
+        # The sequence passes the ids that it has taken back before the next look.
+        for number in range(10):
+            platform.publisher.publish(order(number))
+        return moved
+
+    with sessions() as first, sessions() as second:
+        platform.publisher.publish(order("first"), connection=first)
+        for number in range(10):
+            platform.publisher.publish(order(number))
+        moving.run_once()
+        session.execute("SELECT setval('eventsql.event_buffer_eql_id_seq', 3)")
+        platform.publisher.publish(order("second"), connection=second)
+        first.rollback()
+        platform.publisher.publish(order("last"))
+        monkeypatch.setattr(moving._writer, "move", move_and_publish)
+        assert moving.run_once() == {"orders": 1}
+        second.commit()
+    assert moving.run_once() == {"orders": 11}
+    assert sorted(values(platform))[-2:] == ["last", "second"]
+
+
 def test_the_mark_is_void_when_another_server_process_answers(platform: EventSQL, sessions: Sessions) -> None:
     """As behind a connection pooler that has failed over to a server that gives the last ids out again."""
     platform.publisher.publish_all(order(number) for number in range(10))
