@@ -52,7 +52,7 @@ class LowWater:
         process, newest, topics = self._read(connection, wanted)
         # Through a pooler, a server that crashes and gives ids out again between two transactions goes unnoticed.
         known_server = not is_pooled(connection)
-        if process != self._process or newest < max(self._decided, self._candidate):
+        if process != self._process or newest < self._candidate:
             self._forget(process)
             if known_server:
                 sequences.advance_buffer(connection, self._schema)
