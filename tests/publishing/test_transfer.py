@@ -994,6 +994,24 @@ def test_a_batch_whose_session_ends_does_not_keep_other_topics_waiting(
     assert transfer.run_once() == {"orders": 1}
 
 
+def test_a_topic_whose_batch_lost_the_connection_is_tried_again_at_once(
+    platform: EventSQL, transfers: Callable[..., Transfer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "MAX_RETRY_DELAY", 3_600.0)
+    moving = transfers()
+    move = moving._writer.move
+
+    def lose(*_given: Any) -> int:
+        monkeypatch.setattr(moving._writer, "move", move)
+        moving._writer._discard()
+        raise psycopg.OperationalError("gone")
+
+    monkeypatch.setattr(moving._writer, "move", lose)
+    platform.publisher.publish(order("one"))
+    Looks("", "").of(moving)
+    assert values(platform) == ["one"]
+
+
 def test_an_interrupted_transfer_leaves_nothing_half_done(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
     platform.publisher.publish(order("one"))
     mover = platform.shards[0].transfer._writer._mover
