@@ -575,8 +575,23 @@ def test_a_claim_that_a_failover_has_lost_is_not_taken_for_the_claim_that_has_it
     assert (taken.id, taken.epoch, taken.range) == (lost.id, lost.epoch, lost.range)
     with pytest.raises(ClaimLostError), platform.database.transaction() as connection:
         platform.claims.commit(connection, lost)
+    with pytest.raises(ClaimLostError):
+        platform.claims.renew(lost)
     with platform.database.transaction() as connection:
         platform.claims.commit(connection, taken)
+
+
+def test_a_claim_of_a_consumer_that_was_registered_again_is_not_renewed(platform: EventSQL) -> None:
+    """The consumer counts its epochs from the start, and the owner is the same process."""
+    fill(platform, 4)
+    before = claim(platform)
+    platform.registry.unregister_consumer("orders", "whole")
+    platform.registry.register_consumer(Consumer("orders", "whole"))
+    anew = claim(platform)
+    assert (anew.epoch, anew.owner) == (before.epoch, before.owner)
+    with pytest.raises(ClaimLostError):
+        platform.claims.renew(before)
+    platform.claims.renew(anew)
 
 
 def test_a_claim_whose_lease_expired_is_its_owners_as_long_as_nobody_takes_it(platform: EventSQL) -> None:
