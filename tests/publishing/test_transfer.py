@@ -482,6 +482,12 @@ def test_the_loop_moves_all_batches_before_it_waits(platform: EventSQL, transfer
     assert len(values(platform)) == 5
 
 
+def test_a_look_that_moves_nothing_is_announced_to_nobody(transfers: Callable[..., Transfer]) -> None:
+    looks, told = Looks("", ""), list[object]()
+    transfers(announce=told.append).run(looks.stop, wake=looks, on_moved=told.append)
+    assert (len(looks.delays), told) == (2, [])
+
+
 def test_the_loop_looks_soon_after_events_that_nobody_announced(
     platform: EventSQL, transfers: Callable[..., Transfer]
 ) -> None:
