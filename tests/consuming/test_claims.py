@@ -41,7 +41,7 @@ from eventsql_orchestration.errors import (
 )
 from tests.conftest import Administrator
 from tests.effects import effects, make_table, write
-from tests.forms import change_time, ids_in, reading, stored
+from tests.forms import change_time, drop_events, ids_in, reading, stored
 from tests.waiting import PATIENCE
 
 if TYPE_CHECKING:
@@ -332,6 +332,15 @@ def test_a_range_that_fails_as_a_whole_is_noted_on_its_first_event_and_given_bac
         platform.claims.fail(claimed, ValueError("again"))
 
 
+def test_a_range_whose_events_are_gone_fails_without_a_failure(platform: EventSQL) -> None:
+    fill(platform, 4)
+    claimed = claim(platform)
+    with platform.database.connection() as connection:
+        drop_events(connection, "orders", claimed.range.upto)
+    assert platform.claims.fail(claimed, ValueError("no")) is None
+    assert platform.claims.get(claimed.id)[1] == "released"
+
+
 def test_a_range_that_is_blocked_asks_for_no_topic_of_dead_letters(
     platform: EventSQL, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -461,6 +470,16 @@ def test_releasing_gives_back_the_rest_alone(platform: EventSQL) -> None:
     assert not platform.claims.release(claimed)
     assert platform.claims.live("orders", "whole") is None
     assert claim(platform).range == replace(claimed.range, after=ids[3])
+
+
+def test_an_owner_whose_claim_was_adopted_does_not_release_it(platform: EventSQL) -> None:
+    """The claim keeps its id."""
+    fill(platform, 4)
+    claimed = claim(platform)
+    adopted = platform.claims.adopt(claimed.id, owner="successor")
+    assert not platform.claims.release(claimed)
+    with platform.database.transaction() as connection:
+        platform.claims.commit(connection, adopted)
 
 
 def test_a_claim_that_was_released_commits_nothing(platform: EventSQL) -> None:
