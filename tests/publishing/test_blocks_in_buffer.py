@@ -341,7 +341,13 @@ def test_a_damaged_block_stops_its_topic_and_loses_nothing(platform: EventSQL, s
     check(platform, range(MANY + 2))
 
 
-@pytest.mark.parametrize("damage", ["eql_events = eql_events + 1", "eql_block_partition = 9"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "eql_events = eql_events + 1", "eql_values = eql_values[2:]", "eql_keys = eql_keys[2:]",
+        "eql_event_metadata = ARRAY['{}'::json]", "eql_block_partition = 9",
+    ],
+)  # fmt: skip
 def test_a_damaged_block_enters_no_log_that_was_altered_to_rows(
     platform: EventSQL, sessions: Sessions, session: Connection, damage: str
 ) -> None:
