@@ -104,7 +104,8 @@ class SequenceState:
         if self.limit == 2**63 - 1:
             # Nobody counts so far. A call of `setval` with a wrong value does it.
             ids = sql.Identifier(self.schema, relation).as_string()
-            remedy = f"SELECT pg_catalog.setval('{self}', greatest(1, max(eql_id))) FROM {ids}"  # noqa: S608 - to be read
+            largest = "greatest(1, pg_catalog.max(eql_id))"
+            remedy = f"SELECT pg_catalog.setval('{self}', {largest}) FROM {ids}"  # noqa: S608 - to be read
         return SequenceError(finding, sequence=str(self), remedy=remedy)
 
 

@@ -265,7 +265,7 @@ def test_a_sequence_that_was_set_back_to_an_id_that_another_writer_took_loses_no
         (BLOCKS, "move", False), (BLOCKS, "move_blocks", False), (ROWS, "move", False),
         (BLOCKS, "move", True), (BLOCKS, "move_blocks", True), (ROWS, "move", True),
         # With an event in the buffer, a publisher draws the ids of its blocks by a statement of its own.
-        (BLOCKS, "draw", True), (ROWS, "copy", True),
+        (BLOCKS, "draw", True), (ROWS, "append", True),
     ],
 )  # fmt: skip
 def test_a_sequence_that_is_set_back_while_ids_are_drawn_loses_no_event(
@@ -300,7 +300,7 @@ def test_a_sequence_that_is_set_back_while_ids_are_drawn_loses_no_event(
     assert consume(platform, "parcels") == list(range(100, end))
 
 
-@pytest.mark.parametrize(("at", "straight"), [("move", False), ("move", True), ("copy", True)])
+@pytest.mark.parametrize(("at", "straight"), [("move", False), ("move", True), ("append", True)])
 @pytest.mark.parametrize("set_back", [True, False])
 def test_a_sequence_of_rows_that_is_set_back_and_then_far_forward_in_one_batch_loses_no_event(
     platform: EventSQL, sessions: Sessions, session: Connection, monkeypatch: pytest.MonkeyPatch,
