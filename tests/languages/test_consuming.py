@@ -172,6 +172,7 @@ def test_a_rolled_back_commit_leaves_the_claim(topic: EventSQL, session: Connect
         call(session, "commit", claim, epoch)
     assert offsets(topic)[partition] == 0
     call(session, "commit", claim, epoch, rows[1][3])
+    assert topic.claims.get(claim)[1] == "released", "the rest of its range is claimed anew"
     assert offsets(topic)[partition] == rows[1][3]
     with pytest.raises(psycopg.errors.NoDataFound):
         call(session, "commit", claim, epoch)
