@@ -299,6 +299,21 @@ def test_a_partition_is_processed_up_to_the_end_of_its_range_whatever_the_batch(
     assert offset(platform, "fares", 0) == claimed.range.upto == ids[-1]
 
 
+def test_each_batch_of_a_claim_renews_its_lease(platform: EventSQL) -> None:
+    fill(platform, 3)
+    leased: list[bool] = []
+
+    def handle(_events: Sequence[Event], connection: Connection) -> None:
+        found = connection.execute("SELECT bool_or(eql_lease_expires_at > now()) FROM eventsql.consumer").fetchone()
+        assert found is not None
+        leased.append(found[0])
+        # The lease ends while the batch is handled.
+        connection.execute("UPDATE eventsql.consumer SET eql_lease_expires_at = now() - interval '1 s'")
+
+    platform.claims.process(claim(platform), handle, batch=1)
+    assert leased == [True, True, True]
+
+
 def test_a_batch_of_zero_events_is_refused(platform: EventSQL) -> None:
     fill(platform, 2)
     with pytest.raises(ValidationError):
