@@ -37,15 +37,25 @@ class Relay:
                 client, _ = self._listener.accept()
                 self._clients.append(client)
                 server = socket.create_connection(("127.0.0.1", self._server))
-                for source, target in ((client, server), (server, client)):
-                    threading.Thread(target=_pass_on, args=(source, target), daemon=True).start()
+                gone = threading.Event()
+                threading.Thread(target=_ask, args=(client, server, gone), daemon=True).start()
+                threading.Thread(target=_answer, args=(server, client, gone), daemon=True).start()
 
 
-def _pass_on(source: socket.socket, target: socket.socket) -> None:
+def _ask(client: socket.socket, server: socket.socket, gone: threading.Event) -> None:
     with suppress(OSError):
-        while given := source.recv(65_536):
-            target.sendall(given)
-    target.close()
+        while given := client.recv(65_536):
+            server.sendall(given)
+    # To close the server's socket here would tell the server at once, unless the other thread is reading from it.
+    gone.set()
+
+
+def _answer(server: socket.socket, client: socket.socket, gone: threading.Event) -> None:
+    with suppress(OSError):
+        while (given := server.recv(65_536)) and not gone.is_set():
+            client.sendall(given)
+    server.close()
+    client.close()
 
 
 @contextmanager
