@@ -131,7 +131,7 @@ sys.stdin.read()
 
 def test_two_that_start_at_once_choose_different_ports(tmp_path: Path) -> None:
     port = free_port(0)
-    command = [sys.executable, "-c", RESERVING, tmp_path, str(port)]
+    command = [sys.executable, "-c", RESERVING, str(tmp_path), str(port)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         assert int(other.stdout.readline()) == port
