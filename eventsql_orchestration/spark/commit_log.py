@@ -76,6 +76,10 @@ class Batch:
     def events(self) -> int:
         return sum(attempt.events for attempt in self.attempts)
 
+    @property
+    def topics(self) -> list[str]:
+        return sorted({topic for attempt in self.attempts for share in attempt.shares for topic in share.events})
+
     def __str__(self) -> str:
         return f"batch {self.number} of writer {self.writer!r}"
 
@@ -124,8 +128,8 @@ class CommitLog:
         """
         stream = batch.stream or StreamBatch()
         values = {
-            "writer": batch.writer, "batch": batch.number, "events": batch.events, "id": publication,
-            "query": stream.query, "checksum": stream.checksum,
+            "writer": batch.writer, "batch": batch.number, "events": batch.events, "topics": batch.topics,
+            "id": publication, "query": stream.query, "checksum": stream.checksum,
         }  # fmt: skip
         if connection.execute(self._queries("record_publication"), values).rowcount != 1:
             return False
@@ -142,7 +146,7 @@ class CommitLog:
         with self.shard.database.connection() as connection:
             return self._record(connection, batch) is not None
 
-    def _record(self, connection: Connection, batch: Batch) -> tuple[int, str | None, int | None] | None:
+    def _record(self, connection: Connection, batch: Batch) -> tuple[int, list[str], str | None, int | None] | None:
         values = {"writer": batch.writer, "batch": batch.number}
         return connection.execute(self._queries("published"), values).fetchone()
 
@@ -150,24 +154,34 @@ class CommitLog:
         """Check that a batch is the same as the batch that was published under its number before.
 
         A batch outside of streams with another number of events is only warned of: a run that is repeated may find
-        more rows. Raises `ConfigurationError` if a stream's batch is another batch, `ClaimLostError` if the claim was
-        not committed.
+        more rows. Raises `ConfigurationError` if a stream's batch is another batch, or if none of the topics is the
+        same, and `ClaimLostError` if the claim was not committed.
         """
         if batch.stream is not None:
             self._check_stream(connection, batch, batch.stream)
-        elif (record := self._record(connection, batch)) is not None and record[0] != batch.events:
-            logger.warning(
-                "%s was published before with %d events, so these %d events are not published: give each batch a "
-                "batchId of its own",
-                batch, record[0], batch.events,
-            )  # fmt: skip
+        else:
+            self._check_topics_and_events(connection, batch)
         if batch.claim is not None:
             claim, state = self.shard.claims.get(batch.claim.id)
             if state != "committed":
                 raise ClaimLostError(f"{batch} was published before, but not with {claim}: give writerId a new value")
 
+    def _check_topics_and_events(self, connection: Connection, batch: Batch) -> None:
+        events, topics, _, _ = self._record(connection, batch) or (batch.events, [], None, None)
+        if topics and batch.topics and set(topics).isdisjoint(batch.topics):
+            raise ConfigurationError(
+                f"{batch} was published before to topic {', '.join(topics)}, and nothing is published to topic "
+                f"{', '.join(batch.topics)}: give each topic's writes a writerId of their own"
+            )
+        if events != batch.events:
+            logger.warning(
+                "%s was published before with %d events, so these %d events are not published: give each batch a "
+                "batchId of its own",
+                batch, events, batch.events,
+            )  # fmt: skip
+
     def _check_stream(self, connection: Connection, batch: Batch, stream: StreamBatch) -> None:
-        events, query, checksum = self._record(connection, batch) or (None, None, None)
+        events, _, query, checksum = self._record(connection, batch) or (None, [], None, None)
         # Without a query and a checksum, the writer is the query.
         same_query = query == stream.query and (query is not None or stream.checksum is None)
         same_rows = None in (checksum, stream.checksum) or checksum == stream.checksum

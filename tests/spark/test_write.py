@@ -275,6 +275,22 @@ def test_events_that_are_not_published_because_their_batch_was_are_warned_of(
     assert len(values_in(platform, "orders")) == 5
 
 
+def test_a_batch_that_was_published_to_other_topics_is_refused(
+    spark: SparkSession, platform: EventSQL, session: Connection, write: Write
+) -> None:
+    write(numbers(spark, 10), topic="orders", writerId="nightly")
+    with pytest.raises(PySparkException) as failure:
+        write(numbers(spark, 10), topic="fares", writerId="nightly")
+    error = eventsql_error(failure.value)
+    assert isinstance(error, ConfigurationError)
+    assert "published before to topic orders, and nothing is published to topic fares" in error.message
+    assert staged_in(platform) == 0
+    # A record from before revision 0072 does not name the topics.
+    session.execute("UPDATE eventsql.spark_publication SET eql_topics = NULL")
+    write(numbers(spark, 10), topic="fares", writerId="nightly")
+    assert values_in(platform, "fares") == []
+
+
 def test_of_publications_at_the_same_time_one_takes_place(platform: EventSQL, source: Source) -> None:
     attempts = [stage([WriteTarget(source, Encoder({"orders": 4}, "orders", {}))], [events(5)]) for _ in range(8)]
 

@@ -1,10 +1,11 @@
 -- record_publication -- Record a writer's batch; no row if the batch has a record.
-INSERT INTO {schema}.spark_publication (eql_writer, eql_batch, eql_events, eql_id, eql_query, eql_checksum)
-VALUES (%(writer)s, %(batch)s, %(events)s, %(id)s, %(query)s, %(checksum)s)
+INSERT INTO {schema}.spark_publication (eql_writer, eql_batch, eql_events, eql_topics, eql_id, eql_query, eql_checksum)
+VALUES (%(writer)s, %(batch)s, %(events)s, %(topics)s, %(id)s, %(query)s, %(checksum)s)
 ON CONFLICT DO NOTHING;
 
--- published -- The record of a writer's batch: its events, and the streaming query and checksum of its rows.
-SELECT eql_events, eql_query, eql_checksum
+-- published -- The record of a writer's batch: its events and their topics, the streaming query, and the checksum of
+-- its rows. A record from before revision 0072 has no topics.
+SELECT eql_events, coalesce(eql_topics, '{{}}'), eql_query, eql_checksum
 FROM {schema}.spark_publication
 WHERE eql_writer = %(writer)s AND eql_batch = %(batch)s;
 
