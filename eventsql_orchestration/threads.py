@@ -36,31 +36,32 @@ class Wake(threading.Event):
         self._tokens: SimpleQueue[None] = SimpleQueue()
 
     def is_set(self) -> bool:
-        # Not the token: a thread that waits takes it for a moment, and another thread could miss that it has to end.
         return self._is_set
 
     def set(self) -> None:
-        # First: Ctrl-C may come in between, and whoever sees that it is set does not set it again.
-        self._wake_next()
-        self._is_set = True
-
-    def _wake_next(self) -> None:
-        if self._tokens.empty():
+        if not self._is_set:
+            # Without a call in between, at whose end Ctrl-C could come: whoever sees that it is set does not set it
+            # again. In this order: a thread that takes the token sees that it is set.
+            self._is_set = True
             self._tokens.put(None)
 
     def clear(self) -> None:
-        self._is_set = False
+        # In this order: the token of a later `set` stays.
         with suppress(Empty):
             while True:
                 self._tokens.get_nowait()
+        self._is_set = False
 
     def wait(self, timeout: float | None = None) -> bool:
-        if not self._is_set:
+        while not self.is_set():
             try:
                 self._tokens.get(timeout=timeout)
             except Empty:
                 return False
-        self._wake_next()
+            finally:
+                # Wake the next thread, also after Ctrl-C. A token that `clear` left behind wakes nobody.
+                if self._is_set:
+                    self._tokens.put(None)
         return True
 
 

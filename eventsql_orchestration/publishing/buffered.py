@@ -129,15 +129,10 @@ class Acknowledgement:
             if self._waited is None:
                 self._waited = waited
             waited = self._waited
-        try:
-            # Without a timeout, `_await` comes back: Ctrl-C always ends the wait.
-            woken = waited.wait(SIGNAL_SECONDS if timeout is None else timeout)
-            if timeout is not None and not woken and self._outcome is None:
-                raise TimeoutError(f"the event was not committed within {timeout} s, and may be committed later")
-        finally:
-            # Ctrl-C may have come before this thread woke the next one.
-            if self.done():
-                waited.set()
+        # Without a timeout, `_await` comes back: Ctrl-C always ends the wait.
+        woken = waited.wait(SIGNAL_SECONDS if timeout is None else timeout)
+        if timeout is not None and not woken and self._outcome is None:
+            raise TimeoutError(f"the event was not committed within {timeout} s, and may be committed later")
 
     def _own_lock(self) -> threading.Lock:
         """The lock, for a caller that waits. Raises `EventSQLError` in a process that was forked since."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from contextlib import suppress
 from functools import partial
@@ -22,6 +23,12 @@ def has_ended(name: str) -> bool:
     return f"eventsql-{name}" not in [thread.name for thread in threading.enumerate()]
 
 
+def waiting_for(wake: Wake) -> int:
+    """The number of threads that wait for a wake."""
+    frames = sys._current_frames().values()
+    return sum(frame.f_code is Wake.wait.__code__ and frame.f_locals["self"] is wake for frame in frames)
+
+
 def test_a_wake_stays_set_while_a_thread_that_waited_takes_it() -> None:
     """A thread that has to end looks whether the wake is set."""
     wake = Wake()
@@ -29,6 +36,83 @@ def test_a_wake_stays_set_while_a_thread_that_waited_takes_it() -> None:
     wake._tokens.get()
     assert wake.is_set()
     assert wake.wait(0.0)
+
+
+def test_a_thread_that_wakes_clears_and_waits_again_in_the_middle_of_set_is_woken_by_the_next_set(until: Until) -> None:
+    """Publishers set a wake only if it is not set."""
+
+    def take_turn() -> None:
+        if wake.wait(0.0):
+            wake.clear()
+        waiting.append(in_thread("waiting", wake.wait))
+        until(lambda: waiting_for(wake) == 1)
+
+    for after in count():
+        wake, waiting = Wake(), list[ThreadResult[bool]]()
+        goes_on = interrupted(after, wake.set, handler=take_turn)
+        if not wake.is_set():
+            wake.set()
+        assert all(each.result(PATIENCE) for each in waiting)
+        if not goes_on:
+            break
+    assert after > 1
+
+
+def test_a_thread_that_waits_is_woken_though_another_clears_the_wake_in_the_middle_of_set(until: Until) -> None:
+    def clear_beside() -> None:
+        wake.clear()
+        waiting.append(in_thread("waiting", wake.wait))
+        until(lambda: waiting_for(wake) == 1)
+
+    for after in count():
+        wake, waiting = Wake(), list[ThreadResult[bool]]()
+        goes_on = interrupted(after, wake.set, handler=clear_beside)
+        for each in waiting:
+            assert each.wait(PATIENCE if wake.is_set() else 0.0) == wake.is_set()
+        wake.set()
+        if not goes_on:
+            break
+    assert after > 1
+
+
+def test_a_token_that_clear_left_behind_wakes_nobody() -> None:
+    """Otherwise, a thread that waits again and again would not rest."""
+    wake = Wake()
+    wake._tokens.put(None)
+    assert not wake.wait(0.0)
+    assert not wake.wait(0.0)
+
+
+def test_ctrl_c_at_any_moment_of_set_leaves_a_wake_that_can_be_set() -> None:
+    for after in count():
+        wake = Wake()
+        waiting = in_thread("waiting", wake.wait)
+        goes_on = interrupted(after, wake.set)
+        if not wake.is_set():
+            wake.set()
+        assert waiting.result(PATIENCE)
+        if not goes_on:
+            break
+    assert after > 1
+
+
+def test_ctrl_c_at_any_moment_of_a_wait_lets_the_other_threads_wake(until: Until) -> None:
+    def set_once_both_wait() -> bool:
+        until(lambda: waiting_for(wake) == 1)
+        waiting = in_thread("waiting", wake.wait)
+        until(lambda: waiting_for(wake) == 2)
+        wake.set()
+        return waiting.result(PATIENCE)
+
+    for after in count():
+        wake = Wake()
+        other = in_thread("setting", set_once_both_wait)
+        # Moments before the wait do not count.
+        goes_on = interrupted(after, partial(wake.wait, PATIENCE), module="threads.py", events=["c_return"])
+        assert other.result(PATIENCE)
+        if not goes_on:
+            break
+    assert after > 1
 
 
 def test_a_wake_wakes_until_it_is_cleared() -> None:
