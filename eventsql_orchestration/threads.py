@@ -81,16 +81,15 @@ class ThreadResult(Generic[Result]):
     releases it, the thread could not give its result, and would never end.
     """
 
-    def __init__(self, function: Callable[[], Result]) -> None:
-        self._function = function
+    def __init__(self) -> None:
         self._ended = Wake()
         self._results: list[Result] = []
         self._error: BaseException | None = None
 
-    def run(self) -> None:
+    def run(self, function: Callable[[], Result]) -> None:
         """Call the function. For its thread alone."""
         try:
-            self._results.append(self._function())
+            self._results.append(function())
         except BaseException as error:  # noqa: BLE001 - raised where the result is waited for
             self._error = error
         self._ended.set()
@@ -121,8 +120,8 @@ def in_thread(name: str, function: Callable[[], Result], *, daemon: bool = True)
 
     A process that ends, as after Ctrl-C, waits for threads of an executor, but not for this one if it is a `daemon`.
     """
-    result = ThreadResult(function)
-    start_thread(name, result.run, daemon=daemon)
+    result = ThreadResult[Result]()
+    start_thread(name, result.run, function, daemon=daemon)
     return result
 
 
