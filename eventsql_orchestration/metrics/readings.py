@@ -54,12 +54,13 @@ class Readings(Generic[FiguresT]):
 
     def _after_fork(self) -> None:
         """See `forks`. A reading under way is the parent's."""
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._reading = False
 
     def begin(self) -> None:
         """Begin a reading, if none is under way and the latest reading is too old."""
-        with self._changed:
+        with self._lock:
             if self._reading or self._is_fresh():
                 return
             # First: if no thread can be started, the next scrape tries again.
@@ -68,7 +69,7 @@ class Readings(Generic[FiguresT]):
 
     def latest(self, seconds: float) -> Reading[FiguresT] | None:
         """The reading that is under way, or the latest; None if that takes longer than `seconds`."""
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: not self._reading, max(0.0, seconds))
             return None if self._reading else self._latest
 
@@ -86,7 +87,7 @@ class Readings(Generic[FiguresT]):
             figures = self._figures()
         finally:
             ended = self._clock()
-            with self._changed:
+            with self._lock:
                 self._latest, self._reading = Reading(figures, ended, ended - began), False
                 self._changed.notify_all()
 

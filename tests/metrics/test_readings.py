@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
+from itertools import count
 
 import pytest
 
 from eventsql_orchestration.errors import DatabaseUnavailableError
 from eventsql_orchestration.metrics.figures import Figures
 from eventsql_orchestration.metrics.readings import MOST_REST, REST, Readings
+from eventsql_orchestration.threads import Wake, in_thread
+from tests.interrupting import interrupted
 from tests.waiting import PATIENCE
 
 FIGURES = Figures((), (), (), (), ())
@@ -64,3 +68,23 @@ def test_a_database_is_read_again_after_no_thread_could_start(monkeypatch: pytes
     reading = readings.latest(PATIENCE)
     assert reading is not None
     assert reading.figures is FIGURES
+
+
+def test_ctrl_c_at_any_moment_of_a_scrape_lets_others_read() -> None:
+    def read(go_on: Wake) -> Figures:
+        go_on.wait()
+        return FIGURES
+
+    def scrape(readings: Readings[Figures]) -> None:
+        readings.begin()
+        readings.latest(0.001)
+
+    for after in count():
+        go_on = Wake()
+        readings = Readings("a database", partial(read, go_on), interval=10.0)
+        goes_on = interrupted(after, partial(scrape, readings), module="threading.py")
+        go_on.set()
+        in_thread("scrape", partial(scrape, readings)).result(PATIENCE)
+        if not goes_on:
+            break
+    assert after > 5
