@@ -190,23 +190,23 @@ class Consumers:
             self._database, self._dead_letters, topic, consumer, by_key=by_key, lease=seconds,
             most=check_whole("max_unacknowledged", max_unacknowledged, least=1, most=MOST_ROWS),
         )  # fmt: skip
-        return self.keep(
-            QueueConsumption(
-                deliveries, handler, name=f"consumer {consumer!r} of topic {topic!r}", where=str(self._database),
-                topic=topic, partitions=[key.partition for key in keys], look=self._look(keys), workers=workers,
-                lease=seconds, polling_delay=in_seconds(polling_delay), listener=self._listener,
-            )
+        consumption = QueueConsumption(
+            deliveries, handler, name=f"consumer {consumer!r} of topic {topic!r}", where=str(self._database),
+            topic=topic, partitions=[key.partition for key in keys], look=self._look(keys), workers=workers,
+            lease=seconds, polling_delay=in_seconds(polling_delay), listener=self._listener,
         )  # fmt: skip
+        # First: after Ctrl-C in the middle of its start, `close` still ends it.
+        return self.keep(consumption).start()
 
     def _start(self, topic: str, consumer: str, poll: Poll, options: PollOptions, workers: int) -> Consumption:
         keys = self._keys(topic, consumer)
-        return self.keep(
-            Consumption(
-                keys, where=str(self._database), look=self._look(keys), poll=poll,
-                polling_delay=options.polling_delay, workers=workers, listener=self._listener,
-                throttle=self.throttles.of(topic, consumer),
-            )
+        consumption = Consumption(
+            keys, where=str(self._database), look=self._look(keys), poll=poll,
+            polling_delay=options.polling_delay, workers=workers, listener=self._listener,
+            throttle=self.throttles.of(topic, consumer),
         )  # fmt: skip
+        # First: after Ctrl-C in the middle of its start, `close` still ends it.
+        return self.keep(consumption).start()
 
     def _look(self, keys: Sequence[ConsumerPartition]) -> Look:
         key = keys[0]

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from itertools import chain
-from typing import Final
+from typing import Final, Self
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.consuming.cancellation import Cancellation
@@ -88,16 +88,20 @@ class QueueConsumption(Running):
         self._unsubscribe = listener.subscribe(LOG, topic, self._wake) if listener is not None else None
         self._threads: list[threading.Thread] = []
         self._services: list[threading.Thread] = []
+
+    def start(self) -> Self:
+        """Start the threads."""
         try:
             for each in (self._settle, self._fetch, self._beat):
-                self._services.append(start_thread(f"{name}-{each.__name__.strip('_')}", each))
-            for number in range(workers):
-                self._threads.append(start_thread(f"{name}-{number}", self._work))
+                self._services.append(start_thread(f"{self._name}-{each.__name__.strip('_')}", each))
+            for number in range(self._working_threads):
+                self._threads.append(start_thread(f"{self._name}-{number}", self._work))
         except BaseException:
             # The caller gets nothing to stop the others by.
             self._working_threads = len(self._threads)
             self.stop(0.0)
             raise
+        return self
 
     # Stopping
 

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, TypeAlias, TypedDict
+from typing import Final, Self, TypeAlias, TypedDict
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.consuming.batch import BatchResult
@@ -153,6 +153,9 @@ class Consumption(Running):
         """The last error of the consumer or of a partition, until the consumer or the partition is consumed again."""
         self._unsubscribe = listener.subscribe(LOG, keys[0].topic, self._wake) if listener is not None else None
         self._threads: list[threading.Thread] = []
+
+    def start(self) -> Self:
+        """Start the threads."""
         try:
             with self._lock:
                 self._start_workers()
@@ -161,6 +164,7 @@ class Consumption(Running):
             # The caller gets nothing to stop the others by.
             self.stop(0.0)
             raise
+        return self
 
     def _start_workers(self) -> None:
         """Start a worker for each partition, up to the maximum. Call with the lock held."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import math
 import threading
@@ -11,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import psycopg
@@ -38,6 +40,7 @@ from eventsql_orchestration.publishing.transfer import Transfer
 from eventsql_orchestration.threads import in_thread, start_thread
 from tests.effects import DISK_IS_FULL, effects, make_table, write
 from tests.forms import change_time, ids_in, reading
+from tests.interrupting import interrupted
 from tests.waiting import PATIENCE
 
 if TYPE_CHECKING:
@@ -931,6 +934,24 @@ def test_a_consumer_whose_threads_cannot_all_start_leaves_neither_threads_nor_su
     assert platform.shards[0].listener._callbacks == {}
 
 
+@pytest.mark.parametrize("way", ["start", "start_queue"])
+def test_the_close_of_a_platform_ends_a_consumer_whose_start_ctrl_c_interrupted(
+    platform: EventSQL, until: Until, way: str
+) -> None:
+    def running() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if "mailer" in thread.name]
+
+    consumers = platform.shards[0].consumers
+    for after in itertools.count():
+        call = partial(getattr(consumers, way), "orders", "mailer", write)
+        goes_on = interrupted(after, call, module="consuming/consumers.py")
+        consumers.close()
+        until(lambda: running() == [])
+        if not goes_on:
+            break
+    assert after > 1
+
+
 def test_a_consumer_goes_on_with_its_threads_and_says_so_only_once_a_new_partition_has_one(
     until: Until, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -951,7 +972,7 @@ def test_a_consumer_goes_on_with_its_threads_and_says_so_only_once_a_new_partiti
     known = [ConsumerPartition("orders", "mailer", 0)]
     with Consumption(
         known, where="here", look=lambda _asked: {0: 0.0, 1: 0.0}, poll=poll, polling_delay=0.01, workers=2
-    ) as consumption:
+    ).start() as consumption:
 
         def stop_it(*_: object, **_named: object) -> None:
             said.append(in_thread("stop", consumption.stop_soon).result(PATIENCE))
