@@ -214,6 +214,18 @@ def test_a_partition_that_waits_for_a_retry_or_is_blocked_says_which_event(platf
     assert claim(platform).events == 2
 
 
+def test_nothing_is_claimed_instead_of_a_claim_that_has_ended(platform: EventSQL) -> None:
+    """Its owner may be about to claim the next events."""
+    fill(platform, 4)
+    live = claim(platform, max_events=2)
+    let_expire(platform)
+    anew = claim(platform, max_events=2, instead_of=live)
+    assert platform.claims.get(live.id)[1] == "released"
+    platform.claims.process(anew, write)
+    assert refusal(platform, instead_of=anew) == f"{anew} has just ended"
+    assert claim(platform).events == 2
+
+
 def test_a_consumer_that_does_not_exist_is_an_error(platform: EventSQL) -> None:
     with pytest.raises(ConsumerNotFoundError, match="nobody"):
         platform.claims.claim("orders", "nobody", owner="me")

@@ -474,6 +474,23 @@ def test_staged_events_that_are_copied_to_the_buffer_wait_for_their_erasure(
     assert {event.key: event.value for event in events(platform)} == {"ann": b"", "bob": SECRET}
 
 
+def test_staged_events_that_are_just_being_copied_to_the_buffer_are_counted_once(
+    platform: EventSQL, form: Storage, sessions: Sessions, until_blocked: UntilBlocked
+) -> None:
+    attempt = stage(platform, "ann", "bob")
+    staged, publisher = StagedBlocks("eventsql"), sessions()
+    staged.publish(publisher, [attempt], staged.find(publisher, [attempt]))
+    done: list[Erasure] = []
+    erasing = threading.Thread(target=lambda: done.append(platform.eraser.execute("orders", ["ann"])))
+    erasing.start()
+    until_blocked()
+    staged.delete(publisher, [attempt])
+    publisher.commit()
+    erasing.join()
+    assert [each.buffered for each in done] == [1]
+    assert {each.key: each.erased for each in events(platform)} == {"ann": True, "bob": False}
+
+
 def test_a_consumer_that_holds_an_event_makes_no_dead_letter_of_its_value(
     platform: EventSQL, form: Storage, erase_and_refuse: BatchHandler
 ) -> None:
