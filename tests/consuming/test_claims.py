@@ -37,6 +37,7 @@ from eventsql_orchestration.errors import (
     ClaimNotFoundError,
     ConsumerNotFoundError,
     DatabaseBusyError,
+    DatabaseUnavailableError,
     ValidationError,
 )
 from tests.conftest import Administrator
@@ -45,7 +46,7 @@ from tests.forms import change_time, drop_events, ids_in, reading, stored
 from tests.waiting import PATIENCE
 
 if TYPE_CHECKING:
-    from tests.fixtures import SaidBy, Sessions, Spawn, Until, UntilBlocked
+    from tests.fixtures import SaidBy, Sessions, Spawn, Terminate, Until, UntilBlocked
 
 
 def prepare(platform: EventSQL) -> None:
@@ -205,7 +206,9 @@ def test_a_partition_that_waits_for_a_retry_or_is_blocked_says_which_event(platf
     assert reason.endswith(" s (ValueError: no such customer)")
     with platform.database.connection() as connection:
         connection.execute("UPDATE eventsql.consumer SET eql_retry_at = now()")
-    processed = platform.claims.process(claim(platform), fail)
+    again = claim(platform)
+    assert again.events == 2, "it does not ask for the failed event alone"
+    processed = platform.claims.process(again, fail)
     assert processed.failure is not None
     assert processed.failure.outcome == Failure.BLOCKED
     assert "event 1 blocks the partition: it failed 2 times" in refusal(platform)
@@ -266,6 +269,15 @@ def test_a_claim_whose_process_stood_still_may_be_tried_again(
         with pytest.raises(DatabaseBusyError):
             platform.claims.claim("orders", "whole", owner="me", timeout=0.05)
     assert claim(platform).events == 2
+
+
+def test_a_claim_whose_connection_is_lost_is_not_said_to_have_taken_too_long(
+    platform: EventSQL, terminate: Terminate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(platform, 2)
+    monkeypatch.setattr(ClaimMaker, "_refusal", lambda _maker, connection, *_: terminate(connection))
+    with pytest.raises(DatabaseUnavailableError):
+        platform.claims.claim("orders", "whole", owner="me")
 
 
 def test_if_many_claim_at_once_one_gets_the_partition(platform: EventSQL) -> None:

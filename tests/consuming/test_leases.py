@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -23,7 +24,7 @@ from eventsql_orchestration.errors import (
     ValidationError,
 )
 from tests.effects import FullDiskError, effects, make_table, write
-from tests.forms import ids_in
+from tests.forms import change_time, ids_in
 
 if TYPE_CHECKING:
     from tests.consuming.conftest import Halt
@@ -663,7 +664,9 @@ def test_an_event_that_failed_is_claimed_alone_where_that_is_asked_for(platform:
     claims: list[Claim] = []
 
     def claimed() -> bool:
-        again = platform.claims.claim("payments", "mailer", owner="me", min_events=3, max_events=5, isolate=True)
+        again = platform.claims.claim(
+            "payments", "mailer", owner="me", min_events=3, max_events=5, max_wait=3_600.0, isolate=True
+        )
         if isinstance(again, Claim):
             claims.append(again)
         return bool(claims)
@@ -679,9 +682,12 @@ def test_no_claim_says_how_many_events_wait_and_when_they_are_enough(platform: E
         return claim
 
     assert (refused().waiting, refused().due_in) == (0, None)
-    fill(platform, 2)
+    ids = fill(platform, 2)
     assert refused().waiting == 2
     assert refused().due_in == pytest.approx(1e6, abs=1e3)
+    with platform.database.connection() as connection:
+        change_time(connection, "payments", ids[0], datetime.now(UTC) - timedelta(seconds=6e5))
+    assert refused().due_in == pytest.approx(4e5, abs=1e3)
     sessions().execute("SELECT FROM eventsql.consumer WHERE eql_topic = 'payments' FOR UPDATE")
     assert (refused().waiting, refused().due_in) == (None, None)
 

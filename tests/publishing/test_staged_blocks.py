@@ -64,3 +64,17 @@ def test_a_block_that_is_deleted_after_the_look_fails_the_publication(
         staged.delete(session, of[1:])
         staged.publish(connection, of, found)
     assert platform.buffered() == {}
+
+
+@pytest.mark.usefixtures("rows")
+def test_blocks_that_another_program_publishes_after_the_look_are_published_once(
+    platform: EventSQL, attempts: dict[uuid.UUID, list[bytes]], session: Connection
+) -> None:
+    staged, of = StagedBlocks("eventsql"), list(attempts)
+    with pytest.raises(DatabaseError), platform.database.transaction() as connection:
+        found = staged.find(connection, of)
+        staged.publish(session, of, staged.find(session, of))
+        staged.delete(session, of)
+        staged.publish(connection, of, found)
+    platform.transfer.run_once()
+    assert [event.value for event in platform.reader.read("orders")] == [*chain(*attempts.values())]
