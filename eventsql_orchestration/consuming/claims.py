@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -49,7 +50,7 @@ from eventsql_orchestration.errors import (
 from eventsql_orchestration.model import NOT_PARTITIONED, Event
 from eventsql_orchestration.storage.log_queries import LogQueries
 from eventsql_orchestration.storage.reading import LogReader
-from eventsql_orchestration.threads import start_thread
+from eventsql_orchestration.threads import Wake, join_all, start_thread
 from eventsql_orchestration.validation import Duration, check_batch, check_seconds, in_seconds
 
 __all__ = ["Claim", "Claims", "LastClaim", "NoClaim", "PartitionClaims"]
@@ -196,7 +197,7 @@ class Claims:
         A claim that its owner has committed is not lost.
         """
         lease = in_seconds(lease)
-        stop, lost = threading.Event(), threading.Event()
+        stop, lost, threads = Wake(), Wake(), list[threading.Thread]()
 
         def beat() -> None:
             while not stop.wait(lease / 3):
@@ -213,13 +214,14 @@ class Claims:
                 except EventSQLError as error:
                     logger.warning("%s could not be renewed: %s", claim, error)
 
-        thread = start_thread(f"claim-{claim.id}", beat)
         try:
+            # In the block: after Ctrl-C, nobody else would end it.
+            threads.append(start_thread(f"claim-{claim.id}", beat))
             yield lost
         finally:
             stop.set()
             # If the server stands still, a renewal may take longer. Then it finds that the lease has ended.
-            thread.join(lease)
+            join_all(threads, time.monotonic() + lease)
 
     def _is_committed_by_owner(self, claim: Claim) -> bool:
         with suppress(EventSQLError):

@@ -13,7 +13,7 @@ from eventsql_orchestration.errors import EventSQLError
 from eventsql_orchestration.queue.message_queue import MessageQueue
 from eventsql_orchestration.queue.queue_shards import by_shard
 from eventsql_orchestration.queue.values import Message
-from eventsql_orchestration.threads import start_thread
+from eventsql_orchestration.threads import Wake, join_all, start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -82,10 +82,11 @@ class HeldMessages:
     @contextmanager
     def heartbeat(self, seconds: float) -> Iterator[None]:
         """Extend the held messages during the block: see `start_heartbeats`."""
-        stop = threading.Event()
-        heart = self.start_heartbeats(seconds, stop.wait)
+        stop, threads = Wake(), list[threading.Thread]()
         try:
+            # In the block: after Ctrl-C, nobody else would end it.
+            threads.append(self.start_heartbeats(seconds, stop.wait))
             yield
         finally:
             stop.set()
-            heart.join(seconds)
+            join_all(threads, time.monotonic() + seconds)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import select
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -43,6 +46,7 @@ from eventsql_orchestration.errors import (
 from tests.conftest import Administrator
 from tests.effects import effects, make_table, write
 from tests.forms import change_time, drop_events, ids_in, reading, stored
+from tests.interrupting import interrupted
 from tests.waiting import PATIENCE
 
 if TYPE_CHECKING:
@@ -814,6 +818,19 @@ def test_a_heartbeat_keeps_the_claim_while_the_block_runs(platform: EventSQL, un
     until(lambda: has_ended(claimed))
     with platform.database.transaction() as connection:
         platform.claims.commit(connection, claimed)
+
+
+def test_a_heartbeat_whose_start_ctrl_c_interrupted_ends(platform: EventSQL, until: Until) -> None:
+    fill(platform, 4)
+    claimed = claim(platform)
+    for after in itertools.count():
+        with ExitStack() as block:
+            begin = partial(block.enter_context, platform.claims.heartbeat(claimed))
+            goes_on = interrupted(after, begin, module="eventsql_orchestration/threads.py", events=["call", "return"])
+        until(lambda: has_ended(claimed))
+        if not goes_on:
+            break
+    assert after > 1
 
 
 @pytest.mark.parametrize("by", ["its release", "another owner", "the commit of another owner"])

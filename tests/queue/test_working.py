@@ -19,6 +19,7 @@ from eventsql_orchestration.consuming import lost_connections
 from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.errors import DatabaseBusyError, DatabaseUnavailableError, ValidationError
 from eventsql_orchestration.queue import Message, Queue, held_messages
+from eventsql_orchestration.queue.held_messages import HeldMessages
 from eventsql_orchestration.queue.queue_table import QueueTable
 from eventsql_orchestration.queue.worker import Handler
 from eventsql_orchestration.threads import in_thread, start_thread
@@ -514,6 +515,20 @@ def test_the_close_of_a_platform_ends_workers_whose_start_ctrl_c_interrupted(
     for after in count():
         goes_on = interrupted(after, partial(queue.work, write), module="client/consumers.py")
         platform.consumers.close()
+        until(lambda: running() == [])
+        if not goes_on:
+            break
+    assert after > 1
+
+
+def test_heartbeats_whose_start_ctrl_c_interrupted_end(queue: Queue, until: Until) -> None:
+    def running() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name == "eventsql-heartbeat-commands"]
+
+    for after in count():
+        with ExitStack() as block:
+            begin = partial(block.enter_context, HeldMessages(queue).heartbeat(60.0))
+            goes_on = interrupted(after, begin, module="eventsql_orchestration/threads.py", events=["call", "return"])
         until(lambda: running() == [])
         if not goes_on:
             break
