@@ -37,7 +37,7 @@ from tests.forms import check_order, in_blocks, none_is, stored
 from tests.interrupting import interrupted
 
 if TYPE_CHECKING:
-    from tests.fixtures import Said, SaidBy, Sessions, Until, UntilBlocked
+    from tests.fixtures import Said, SaidBy, Sessions, Terminate, Until, UntilBlocked
 
 
 @pytest.fixture
@@ -748,6 +748,24 @@ def test_the_mark_is_void_when_another_server_process_answers(platform: EventSQL
     with sessions() as session:
         session.execute("SELECT setval('eventsql.event_buffer_eql_id_seq', 100)")
     assert platform.transfer.run_once() == {"orders": 1}
+
+
+def test_the_mark_is_void_when_the_connection_is_lost_between_a_look_and_a_batch(
+    platform: EventSQL, sessions: Sessions, terminate: Terminate
+) -> None:
+    """As in a failover to a server that gives the last ids out again."""
+    platform.publisher.publish_all(order(number) for number in range(10))
+    platform.transfer.run_once()
+    writer = platform.shards[0].transfer._writer
+    assert writer._low_water.marks["orders"] >= 10
+    with writer.session():
+        newest, _ = writer.look(None)
+        assert writer._connection is not None
+        terminate(writer._connection)
+        with sessions() as session:
+            session.execute("SELECT setval('eventsql.event_buffer_eql_id_seq', 3)")
+        platform.publisher.publish(order("again"))
+        assert writer.move("orders", newest) == 1
 
 
 @pytest.fixture
