@@ -274,6 +274,17 @@ def test_a_buffer_that_is_long_is_left_to_the_transfer(
     check_names(platform, "a", "b", "c")
 
 
+def test_events_that_were_left_to_the_transfer_are_not_overtaken_by_the_next_batch(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(log_writer, "MOST_BUFFERED", 10)
+        platform.publisher.publish_all(batch("a", 11))
+        platform.publisher.publish_all(batch("b"))
+    platform.publisher.publish_all(batch("c"))
+    check_names(platform, "a", "b", "c")
+
+
 def test_a_log_whose_times_have_no_zone_gets_its_batches_through_the_buffer(
     platform: EventSQL, sessions: Sessions
 ) -> None:
