@@ -24,6 +24,7 @@ from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.tables import DROPPED
 from eventsql_orchestration.errors import (
     DatabaseBusyError,
+    DatabaseError,
     DatabaseUnavailableError,
     TopicNotFoundError,
     ValidationError,
@@ -489,6 +490,13 @@ def test_staged_events_that_are_just_being_copied_to_the_buffer_are_counted_once
     erasing.join()
     assert [each.buffered for each in done] == [1]
     assert {each.key: each.erased for each in events(platform)} == {"ann": True, "bob": False}
+
+
+def test_a_damaged_staged_block_is_named(platform: EventSQL, form: Storage, session: Connection) -> None:
+    attempt = stage(platform, "ann", "bob")
+    session.execute("UPDATE eventsql.spark_staged_event SET eql_keys = eql_keys[2:]")
+    with pytest.raises(DatabaseError, match=f"block 0 of attempt {attempt} has 2 values, 1 keys and 2 metadata"):
+        platform.eraser.execute("orders", ["ann"])
 
 
 def test_a_consumer_that_holds_an_event_makes_no_dead_letter_of_its_value(
