@@ -14,7 +14,7 @@ from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.consuming.leases import Lease, LeasedPolls
 from eventsql_orchestration.consuming.partition import ConsumerPartition
 from eventsql_orchestration.consuming.worker_pool import PollOptions
-from eventsql_orchestration.errors import ClaimLostError
+from eventsql_orchestration.errors import ClaimLostError, DatabaseBusyError
 from eventsql_orchestration.model import Retention
 from eventsql_orchestration.publishing import log_room
 from eventsql_orchestration.queue import Queue
@@ -191,3 +191,36 @@ def test_a_claim_that_another_transaction_has_locked_is_passed_over(platform: Ev
         connection.execute("SELECT FROM eventsql.consumer_claim WHERE eql_upto = 2 FOR UPDATE")
         assert pruning.prune(key) == 2
     assert pruning.prune(key) == 1
+
+
+def test_pruning_begins_anew_where_it_has_deleted_claims(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise it would walk over all recent claims before it looks at the oldest again."""
+    monkeypatch.setattr(claim_pruning, "BATCH", 5)
+    prepare(platform)
+    pruning, key = claim_pruning.ClaimPruning(platform.database), ConsumerPartition("orders", "sums", 0)
+    with platform.database.connection() as connection:
+        connection.execute(
+            "INSERT INTO eventsql.consumer_claim (eql_topic, eql_consumer, eql_partition, eql_after, eql_upto, "
+            "eql_events, eql_epoch, eql_owner, eql_state, eql_finished_at) SELECT 'orders', 'sums', 0, n - 1, n, 1, 1, "
+            "'process 1', 'committed', now() FROM generate_series(1, 20) n"
+        )
+        for oldest, deleted in [(3, 3), (5, 2)]:
+            connection.execute(
+                "UPDATE eventsql.consumer_claim SET eql_finished_at = now() - interval '1 day' WHERE eql_upto <= %s",
+                [oldest],
+            )
+            assert pruning.prune(key) == deleted
+
+
+def test_a_claim_is_made_though_old_claims_cannot_be_pruned(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claim_pruning, "EVERY", 1)
+    prepare(platform)
+    publish(platform)
+
+    def fail(*_: object) -> int:
+        raise DatabaseBusyError("another transaction holds them")
+
+    monkeypatch.setattr(claim_pruning.ClaimPruning, "prune", fail)
+    assert isinstance(platform.claims.claim("orders", "sums", 0, owner="script"), Claim)

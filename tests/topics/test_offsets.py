@@ -106,6 +106,7 @@ def test_offset_0_is_the_same_place_as_offset_1(database: Database) -> None:
         (2, 11, 17, False),
         (3, 11, 20, True),
         (2**62, 0, 20, True),
+        (1, 30, 30, True),
         (-1, 17, 16, False),
         (-1, 20, 16, False),
         (-3, 17, 10, False),
