@@ -274,6 +274,25 @@ def test_fewer_than_the_least_number_are_handed_over_when_they_have_waited_long_
         until(lambda: seen.batches == [ids])
 
 
+def test_a_batch_is_followed_by_the_next_without_a_delay(platform: EventSQL, until: Until) -> None:
+    ids = fill(platform, 5)
+    with platform.consumers.start_leased("payments", "mailer", Seen(), max_events=2, polling_delay=1e6):
+        until(lambda: state(platform).last_event_id == ids[-1])
+
+
+def test_a_partition_that_another_transaction_holds_is_not_polled_at_each_event(
+    platform: EventSQL, sessions: Sessions, until: Until
+) -> None:
+    ids, seen = fill(platform, 3), Seen()
+    holder = sessions()
+    holder.execute("SELECT FROM eventsql.consumer WHERE eql_topic = 'payments' FOR UPDATE")
+    consumers = platform.shards[0].consumers
+    with consumers.start_leased("payments", "mailer", seen, polling_delay=POLLING) as consumption:
+        until(lambda: any(slot.deaf for slot in list(consumption._idle.values())))
+        holder.rollback()
+        until(lambda: seen.ids == ids)
+
+
 @pytest.mark.parametrize("lease", [0.0, float("nan")])
 def test_an_invalid_lease_is_refused(platform: EventSQL, lease: float) -> None:
     with pytest.raises(ValidationError):
@@ -415,6 +434,20 @@ def test_a_full_disk_fails_no_event_and_leaves_no_lease(platform: EventSQL, unti
     with platform.consumers.start_leased("payments", "mailer", seen, polling_delay=POLLING):
         until(lambda: bool(seen.batches) and state(platform).lease_owner is None)
     assert state(platform).failed_event_id is None
+
+
+def test_an_event_that_is_due_again_at_once_waits_for_no_polling_delay(
+    platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failures, "FIRST_BACKOFF", 0.0)
+    ids, errors = fill(platform, 1), [ValueError("once")]
+
+    def fail(_events: Sequence[Event]) -> None:
+        if errors:
+            raise errors.pop()
+
+    with platform.consumers.start_leased("payments", "mailer", Seen(fail), polling_delay=1e6):
+        until(lambda: state(platform).last_event_id == ids[-1])
 
 
 def test_a_range_that_fails_is_handed_over_one_by_one_and_only_the_guilty_event_is_tried_again(
