@@ -285,6 +285,44 @@ def test_events_that_were_left_to_the_transfer_are_not_overtaken_by_the_next_bat
     check_names(platform, "a", "b", "c")
 
 
+def test_a_publisher_that_cannot_move_buffered_events_tries_fewer_until_they_move(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mover, tried = platform.shards[0].publisher._writer._mover, list[str]()
+
+    def refuse(_connection: Connection, topic: str, **_named: object) -> None:
+        tried.append(topic)
+        raise psycopg.DataError("a trigger refuses them")
+
+    platform.publisher.publish_all(batch("a", 10))
+    with monkeypatch.context() as patched:
+        patched.setattr(mover, "move", refuse)
+        platform.publisher.publish_all(batch("b"))
+        platform.publisher.publish_all(batch("c"))
+    assert tried == ["orders"]
+    platform.transfer.run_once()
+    for count in (4, 8, 16):
+        platform.publisher.publish_all(batch("few", count))
+        platform.publisher.publish_all(batch("d"))
+        assert platform.buffered() == {}
+
+
+def test_a_publisher_that_was_refused_a_log_does_not_try_it_again(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[Topic] = []
+
+    def refuse(_connection: Connection, topic: Topic, *_: object) -> None:
+        tried.append(topic)
+        raise psycopg.errors.InsufficientPrivilege
+
+    monkeypatch.setattr(platform.shards[0].publisher._writer, "_append", refuse)
+    for _ in range(2):
+        platform.publisher.publish_all(batch("a"))
+    assert len(tried) == 1
+    assert platform.buffered() == {"orders": 2 * MANY}
+
+
 def test_a_log_whose_times_have_no_zone_gets_its_batches_through_the_buffer(
     platform: EventSQL, sessions: Sessions
 ) -> None:
