@@ -288,7 +288,8 @@ def test_events_that_were_left_to_the_transfer_are_not_overtaken_by_the_next_bat
 def test_a_publisher_that_cannot_move_buffered_events_tries_fewer_until_they_move(
     platform: EventSQL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mover, tried = platform.shards[0].publisher._writer._mover, list[str]()
+    writer, tried = platform.shards[0].publisher._writer, list[str]()
+    assert writer is not None
 
     def refuse(_connection: Connection, topic: str, **_named: object) -> None:
         tried.append(topic)
@@ -296,7 +297,7 @@ def test_a_publisher_that_cannot_move_buffered_events_tries_fewer_until_they_mov
 
     platform.publisher.publish_all(batch("a", 10))
     with monkeypatch.context() as patched:
-        patched.setattr(mover, "move", refuse)
+        patched.setattr(writer._mover, "move", refuse)
         platform.publisher.publish_all(batch("b"))
         platform.publisher.publish_all(batch("c"))
     assert tried == ["orders"]
