@@ -569,9 +569,10 @@ def test_a_handler_that_fails_because_its_lease_is_lost_is_noted_as_no_failure(
     platform: EventSQL, until: Until
 ) -> None:
     fill(platform, 3)
-    inside, ended = threading.Event(), threading.Event()
+    inside, ended, calls = threading.Event(), threading.Event(), list[int]()
 
-    def handle(_events: Sequence[Event], lease: Lease) -> None:
+    def handle(events: Sequence[Event], lease: Lease) -> None:
+        calls.append(len(events))
         inside.set()
         lease.lost.wait(60)
         ended.set()
@@ -584,7 +585,7 @@ def test_a_handler_that_fails_because_its_lease_is_lost_is_noted_as_no_failure(
             connection.execute("UPDATE eventsql.consumer SET eql_epoch = eql_epoch + 1 WHERE eql_topic = 'payments'")
         assert ended.wait(60)
         until(lambda: consumption._idle)
-    assert (state(platform).failed_event_id, state(platform).last_event_id) == (None, 0)
+    assert (calls, state(platform).failed_event_id, state(platform).last_event_id) == ([3], None, 0)
 
 
 def test_a_handler_that_finds_its_lease_lost_is_not_called_again(platform: EventSQL, until: Until) -> None:
