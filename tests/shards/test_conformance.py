@@ -37,6 +37,7 @@ PARTS = [
 ]
 
 OF_A_SHARD = {
+    (Consumption, "start"): "the consumers of a shard call it",
     (Transfer, "close"): "a shard closes its own",
     (Publisher, "publish_batch"): "each shard has lanes of its own",
     (Publisher, "hashes_keys"): "the lanes of a shard ask it",
