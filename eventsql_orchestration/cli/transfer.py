@@ -6,7 +6,6 @@ import signal
 import threading
 import time
 from collections import Counter
-from operator import itemgetter
 from typing import Annotated, Final
 
 from eventsql_orchestration.cli.context import CliContext
@@ -36,7 +35,7 @@ class _Report:
 
     def flush(self) -> None:
         if self._moved:
-            most = sorted(sorted(self._moved.items()), key=itemgetter(1), reverse=True)[:_SHOWN_TOPICS]
+            most = sorted(self._moved.items(), key=lambda item: (-item[1], item[0]))[:_SHOWN_TOPICS]
             topics = ", ".join(f"{topic} {events:,}" for topic, events in most)
             if others := len(self._moved) - len(most):
                 topics += f", and {counted(others, 'other topic')}"
