@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from pyspark.sql.datasource import EqualTo, In
@@ -85,41 +85,40 @@ def test_offsets_of_single_partitions_are_those_of_all_that_hold_events(
     assert offsets(reader, reader.partitions()) == sorted(expected)
 
 
-def test_a_running_stream_with_offsets_of_partitions_goes_on_with_new_ones(
-    platform: EventSQL, publish: Publish, orders: str, dsn: str
-) -> None:
+@pytest.fixture
+def from_offsets(orders: str, dsn: str) -> Iterator[StreamReader]:
+    """A stream of the topic that begins at an offset of each of its four partitions."""
     starting = '{"orders": {"0": -2, "1": -2, "2": -2, "3": -2}}'
     reader = StreamReader(options(dsn, orders, streaming=True, startingOffsets=starting), read_schema(headers=False))
-    try:
-        start = reader.initialOffset()
-        middle = reader.latestOffset(start, ALL)
-        first = offsets(reader, reader.partitions(start, middle))
-        platform.repartitioner.repartition(orders, 6)
-        publish(200, first=1_000)
-        end = reader.latestOffset(middle, ALL)
-        assert sorted(end["orders"]["0"]) == list("012345")
-        second = offsets(reader, reader.partitions(middle, end))
-    finally:
-        reader.stop()
+    yield reader
+    reader.stop()
+
+
+def test_a_running_stream_with_offsets_of_partitions_goes_on_with_new_ones(
+    platform: EventSQL, publish: Publish, orders: str, from_offsets: StreamReader
+) -> None:
+    start = from_offsets.initialOffset()
+    middle = from_offsets.latestOffset(start, ALL)
+    first = offsets(from_offsets, from_offsets.partitions(start, middle))
+    platform.repartitioner.repartition(orders, 6)
+    publish(200, first=1_000)
+    end = from_offsets.latestOffset(middle, ALL)
+    assert sorted(end["orders"]["0"]) == list("012345")
+    second = offsets(from_offsets, from_offsets.partitions(middle, end))
     assert first == published(platform, orders)[:1_000]
     assert second == published(platform, orders)[1_000:]
 
 
 def test_a_stream_to_now_reads_nothing_of_a_partition_that_has_come_since(
-    platform: EventSQL, publish: Publish, orders: str, dsn: str
+    platform: EventSQL, publish: Publish, orders: str, from_offsets: StreamReader
 ) -> None:
-    starting = '{"orders": {"0": -2, "1": -2, "2": -2, "3": -2}}'
-    reader = StreamReader(options(dsn, orders, streaming=True, startingOffsets=starting), read_schema(headers=False))
-    try:
-        start = reader.initialOffset()
-        reader.prepareForTriggerAvailableNow()
-        platform.repartitioner.repartition(orders, 6)
-        publish(200, first=1_000)
-        end = reader.latestOffset(start, ALL)
-        assert sorted(end["orders"]["0"]) == list("012345")
-        assert offsets(reader, reader.partitions(start, end)) == published(platform, orders)[:1_000]
-    finally:
-        reader.stop()
+    start = from_offsets.initialOffset()
+    from_offsets.prepareForTriggerAvailableNow()
+    platform.repartitioner.repartition(orders, 6)
+    publish(200, first=1_000)
+    end = from_offsets.latestOffset(start, ALL)
+    assert sorted(end["orders"]["0"]) == list("012345")
+    assert offsets(from_offsets, from_offsets.partitions(start, end)) == published(platform, orders)[:1_000]
 
 
 def test_a_key_keeps_its_order_from_batch_to_batch_though_it_has_changed_its_partition(
