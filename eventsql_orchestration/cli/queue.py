@@ -14,6 +14,7 @@ import click
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.failures import message_of
 from eventsql_orchestration.cli.input import StandardInput, batches, stdin_is_terminal
+from eventsql_orchestration.cli.keys import ErasedKeys, FileOfKeys, read_keys
 from eventsql_orchestration.cli.output import bytes_field, say, say_plan, write_json
 from eventsql_orchestration.cli.parameters import (
     POSITIVE,
@@ -27,7 +28,7 @@ from eventsql_orchestration.cli.parameters import (
     option,
 )
 from eventsql_orchestration.cli.queue_work import check_command, work_off
-from eventsql_orchestration.cli.tables import Columns, same, show_fields, show_list
+from eventsql_orchestration.cli.tables import Columns, picked, same, show_fields, show_list
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.errors import EventSQLError, PartlySentError, QueueNotFoundError
 from eventsql_orchestration.queue import (
@@ -280,6 +281,36 @@ def purge(context: CliContext, name: QueueName, execute: Annotated[bool, executi
         else:
             depth = target.statistics().depth
             say_plan(f"{counted(depth, 'message')} of queue {name!r} would be deleted", number=depth)
+
+
+@command(queue)
+def erase(
+    context: CliContext,
+    *,
+    name: QueueName,
+    keys: ErasedKeys,
+    key_file: FileOfKeys,
+    execute: Annotated[bool, executing("Delete them")],
+    as_json: AsJson,
+) -> None:
+    """Delete the messages of a key in QUEUE: a plan and, with --execute, the deletion.
+
+    Messages in flight, dead letters and archived messages of the key are deleted, too. Receivers of a deleted message
+    cannot acknowledge it.
+    """
+    wanted = read_keys(keys, key_file)
+    with context.platform() as platform:
+        target = _existing(platform, name)
+        found = target.erase(wanted) if execute else target.count_of_keys(wanted)
+        left = target.count_of_keys(wanted).total if execute else found.total
+    if as_json:
+        write_json({**asdict(found), "left": left, "executed": execute})
+    else:
+        show_fields(picked(found, {**same("messages"), "dead letters": "dead_letters", **same("archived")}))
+    if not execute:
+        say_plan(f"{counted(found.total, 'message')} of queue {name!r} would be deleted", number=found.total)
+    elif left:
+        say(f"{counted(left, 'message')} left: transactions hold or have sent messages of these keys; run it again")
 
 
 @command(queue)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Final
 
-import click
-
 from eventsql_orchestration.cli.context import CliContext
+from eventsql_orchestration.cli.keys import ErasedKeys, FileOfKeys, read_keys
 from eventsql_orchestration.cli.output import say, say_plan, write_json
 from eventsql_orchestration.cli.parameters import (
-    FILE,
     POSITIVE,
     AsJson,
     OptionalTopicName,
@@ -22,7 +19,6 @@ from eventsql_orchestration.cli.parameters import (
     option,
 )
 from eventsql_orchestration.cli.tables import Columns, picked, same, show_fields, show_list
-from eventsql_orchestration.errors import InputError
 from eventsql_orchestration.orchestration.words import size
 from eventsql_orchestration.validation import counted
 
@@ -32,8 +28,8 @@ def erase(
     context: CliContext,
     *,
     topic: TopicName,
-    keys: Annotated[tuple[str, ...], option("Erase the events of this key; repeat it.", "--key", metavar="KEY")],
-    key_file: Annotated[Path | None, option("Erase the events of the keys in FILE, one a line.", type=FILE)],
+    keys: ErasedKeys,
+    key_file: FileOfKeys,
     requested_by: Annotated[str | None, option("A note for the record, such as a ticket.", metavar="TEXT")],
     execute: Annotated[bool, executing("Erase them")],
     as_json: AsJson,
@@ -47,9 +43,7 @@ def erase(
     If TOPIC has the changes of a captured table, first delete or change the rows of the key: the event of such a change
     holds the former row.
     """
-    wanted = sorted({*keys, *(() if key_file is None else _keys_of(key_file))})
-    if not wanted:
-        raise click.UsageError("give the keys to erase: --key KEY, or --key-file FILE")
+    wanted = read_keys(keys, key_file)
     with context.platform() as platform:
         if execute:
             done = platform.eraser.execute(topic, wanted, requested_by=requested_by)
@@ -71,16 +65,6 @@ def erase(
             "transaction or a standby's query sees these rows. When these have ended, run VACUUM (ANALYZE) as the "
             "tables' owner"
         )
-
-
-def _keys_of(file: Path) -> list[str]:
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise InputError(f"{file} is not text in UTF-8: write one key a line") from None
-    except OSError as error:
-        raise InputError(f"{file} cannot be read: {error.strerror or error}") from None
-    return [line for line in text.split("\n") if line]
 
 
 @command()

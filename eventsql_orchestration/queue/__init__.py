@@ -6,6 +6,7 @@ from eventsql_orchestration.queue.queue import Queue
 from eventsql_orchestration.queue.upkeep import drop_expired_archives, list_queues
 from eventsql_orchestration.queue.values import (
     ArchivedMessage,
+    ErasedMessages,
     Message,
     NewMessage,
     PeekedMessage,
@@ -16,6 +17,7 @@ from eventsql_orchestration.queue.values import (
 from eventsql_orchestration.queue.worker import QueueWorkers
 
 __all__ = [
-    "ArchivedMessage", "AsyncQueue", "Message", "NewMessage", "PeekedMessage", "Queue", "QueueDefinition", "QueueDepth",
-    "QueueOptions", "QueueStatistics", "QueueWorkers", "drop_expired_archives", "list_queues",
+    "ArchivedMessage", "AsyncQueue", "ErasedMessages", "Message", "NewMessage", "PeekedMessage", "Queue",
+    "QueueDefinition", "QueueDepth", "QueueOptions", "QueueStatistics", "QueueWorkers", "drop_expired_archives",
+    "list_queues",
 ]  # fmt: skip

@@ -6,7 +6,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from typing import Final
@@ -22,12 +22,14 @@ from eventsql_orchestration.errors import (
     ValidationError,
     first_error,
 )
+from eventsql_orchestration.maintenance.erasure import check_keys
 from eventsql_orchestration.queue.options import QueueOptions, checked_options, seconds_of
 from eventsql_orchestration.queue.queue_shards import QueueShards, Source, by_shard
 from eventsql_orchestration.queue.queue_table import QUEUE, QueueTable
 from eventsql_orchestration.queue.upkeep import QueueUpkeep
 from eventsql_orchestration.queue.values import (
     ArchivedMessage,
+    ErasedMessages,
     Message,
     NewMessage,
     PeekedMessage,
@@ -307,6 +309,26 @@ class MessageQueue:
         """
         return sum(QueueUpkeep(table).purge() for table in self._shards.all())
 
+    def count_of_keys(self, keys: Collection[str]) -> ErasedMessages:
+        """Count the messages that `erase` would delete."""
+        return self._of_keys(QueueUpkeep.count_of_keys, keys)
+
+    def erase(self, keys: Collection[str]) -> ErasedMessages:
+        """Delete the messages of keys, also those in flight, their dead letters and archived messages; count them.
+
+        One call takes 1,000 keys at most, and needs all shards. A message stays if a transaction receives or
+        acknowledges it at that moment, or if it is sent or redriven meanwhile: `count_of_keys` counts these messages,
+        and another call deletes them. Deduplication ids stay until their window ends. Raises `QueueNotFoundError`,
+        and `PermissionDeniedError` if the role does not own the archive.
+        """
+        return self._of_keys(QueueUpkeep.erase, keys)
+
+    def _of_keys(
+        self, of_shard: Callable[[QueueUpkeep, Collection[str]], ErasedMessages], keys: Collection[str]
+    ) -> ErasedMessages:
+        wanted = check_keys(keys)
+        return sum((of_shard(each, wanted) for each in self._needed()), ErasedMessages(0, 0, 0))
+
     def delete(self, *, force: bool = False) -> None:
         """Delete the queue; `force` also deletes its messages, those in flight too, and its archive.
 
@@ -325,14 +347,17 @@ class MessageQueue:
 
     def check_deletable(self, *, force: bool = False) -> None:
         """Raise as `delete` if it would refuse the queue."""
-        queues = self._existing()
-        if not queues:
-            raise QueueNotFoundError(f"there is no queue {self.name!r}: `eventsql queue list` shows the queues")
-        for each in queues:
+        for each in self._needed():
             each.check_deletable(force=force)
 
     def _existing(self) -> list[QueueUpkeep]:
         return [QueueUpkeep(table) for table in self._shards.every() if table.existing() is not None]
+
+    def _needed(self) -> list[QueueUpkeep]:
+        """The queue on each shard. Raises `QueueNotFoundError` if no shard has it."""
+        if queues := self._existing():
+            return queues
+        raise QueueNotFoundError(f"there is no queue {self.name!r}: `eventsql queue list` shows the queues")
 
     def redrive(self, limit: int | None = None, *, ids: Iterable[int] | None = None) -> int:
         """Move dead letters of this queue back to it, the oldest first, and give their number.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 import psycopg
@@ -14,7 +14,13 @@ from eventsql_orchestration.database.sessions import wait_at_most
 from eventsql_orchestration.errors import DatabaseBusyError, QueueInUseError
 from eventsql_orchestration.queue.queue_table import QueueTable
 from eventsql_orchestration.queue.rows import archived, peeked
-from eventsql_orchestration.queue.values import ArchivedMessage, PeekedMessage, QueueDefinition, QueueStatistics
+from eventsql_orchestration.queue.values import (
+    ArchivedMessage,
+    ErasedMessages,
+    PeekedMessage,
+    QueueDefinition,
+    QueueStatistics,
+)
 from eventsql_orchestration.retry import while_busy
 from eventsql_orchestration.validation import advised
 
@@ -67,6 +73,31 @@ class QueueUpkeep:
                 if not deleted:
                     return purged
                 purged += deleted
+
+    def count_of_keys(self, keys: Collection[str]) -> ErasedMessages:
+        values = {"queue": self._table.id(), "keys": list(keys)}
+        with self._database.connection() as connection:
+            return ErasedMessages(*fetch_one(connection, self._queries("count_of_keys"), values, prepare=False))
+
+    def erase(self, keys: Collection[str]) -> ErasedMessages:
+        """Delete messages of keys, in transactions of 10,000, and then the archived messages."""
+        self.count_of_keys(keys)  # raises, before a message is deleted, for a role that may not read the archive
+        values = {"queue": self._table.id(), "keys": list(keys), "limit": PURGED_AT_ONCE}
+        erased = ErasedMessages(0, 0, 0)
+        with self._database.connection() as connection:
+            while True:
+                with connection.transaction():
+                    messages, dead_letters, queues = fetch_one(
+                        connection, self._queries("erase"), values, prepare=False
+                    )
+                    for queue in queues or ():
+                        # A message that a transaction holds stays. It may have waited behind a deleted message.
+                        connection.execute(self._queries("promote"), {**values, "queue": queue}, prepare=False)
+                if queues is None:
+                    break
+                erased += ErasedMessages(messages, dead_letters, 0)
+            archived = connection.execute(self._queries("erase_archived"), values, prepare=False).rowcount
+        return erased + ErasedMessages(0, 0, archived)
 
     def check_deletable(self, *, force: bool) -> None:
         """Raises `QueueInUseError` if another queue needs it, and, without `force`, if it has messages."""

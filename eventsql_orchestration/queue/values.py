@@ -168,6 +168,25 @@ class QueueStatistics:
 
 
 @dataclass(frozen=True, slots=True)
+class ErasedMessages:
+    """The messages of some keys that are erased, or would be: in the queue, among its dead letters, in its archive."""
+
+    messages: int
+    dead_letters: int
+    archived: int
+
+    def __add__(self, other: ErasedMessages) -> ErasedMessages:
+        return ErasedMessages(
+            self.messages + other.messages, self.dead_letters + other.dead_letters, self.archived + other.archived
+        )
+
+    @property
+    def total(self) -> int:
+        """The number of all these messages."""
+        return self.messages + self.dead_letters + self.archived
+
+
+@dataclass(frozen=True, slots=True)
 class QueueDepth:
     """The number of messages that can be received now, and of all other messages of the queue."""
 

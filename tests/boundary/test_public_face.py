@@ -66,9 +66,8 @@ NOON = datetime(2024, 11, 20, 12, tzinfo=UTC)
 RESULTS = {
     "Acknowledgement", "AsyncPublisher", "BufferedPublisher", "Claim", "ConsumerLag", "ConsumerState", "DeadLetter",
     "DeadLetterCause", "Event", "LagCause", "Lease",
-    "ArchivedMessage", "Capture", "LogFollower", "LogLine", "Measure", "Message", "PeekedMessage", "Placement",
-    "QueueDefinition",
-    "QueueDepth", "QueueStatistics", "QueueWorkers",
+    "ArchivedMessage", "Capture", "ErasedMessages", "LogFollower", "LogLine", "Measure", "Message", "PeekedMessage",
+    "Placement", "QueueDefinition", "QueueDepth", "QueueStatistics", "QueueWorkers",
     "RecordedChange", "Retained", "RollupBucket", "Snapshot", "Sorted", "TimelineEntry",
     "AggregateInfo", "Archived", "Comparison", "Distinct", "Quantiles",
     "Filling", "Rebuild", "StoreDeadLetter", "Subscription", "SubscriptionLag",

@@ -35,6 +35,7 @@ PLANNED = {
     "dlt dismiss": "orders",
     "dlt redrive": "orders",
     "queue delete": "jobs --force",
+    "queue erase": "jobs --key a",
     "queue purge": "jobs",
     "queue redrive": "jobs",
     "seek": "orders mailer --to-latest",
@@ -49,7 +50,7 @@ PLANNED = {
 }
 """Commands with their arguments, in the database of `prepare`."""
 
-JSON = {"dlt dismiss", "dlt redrive", "seek", "topic erase", "view retain"}
+JSON = {"dlt dismiss", "dlt redrive", "queue erase", "seek", "topic erase", "view retain"}
 """The commands of `PLANNED` that have --json."""
 
 ELSEWHERE = {
@@ -81,7 +82,7 @@ def prepare(platform: EventSQL) -> None:
     for _ in range(2):
         for message in jobs.receive():
             jobs.release(message)
-    jobs.send(b"2")
+    jobs.send(b"2", key="a")
 
     store = platform.store
     store.append("order", "1", [Change("placed", {})], expected_version="any")

@@ -15,7 +15,7 @@ import pytest
 
 from eventsql_orchestration.cli.queue_work import HandlerFailedError, Programs
 from eventsql_orchestration.database import Connection, Database
-from eventsql_orchestration.queue import Queue, list_queues
+from eventsql_orchestration.queue import NewMessage, Queue, list_queues
 from tests.cli.conftest import PROGRAM, Run, Start
 from tests.fixtures import Until
 from tests.waiting import PATIENCE
@@ -46,6 +46,22 @@ def test_a_queue_is_created_filled_looked_at_and_emptied(run: Run) -> None:
     assert run("queue", "purge", "jobs", "--execute").exit_code == 0
     listed = shown(run, "queue", "list")
     assert [(each["queue"], each["visible"]) for each in listed] == [("jobs", 0), ("jobs_dead", 0)]
+
+
+def test_the_messages_of_keys_are_erased(run: Run, database: Database, tmp_path: Path) -> None:
+    Queue(database, "jobs").send_all([NewMessage(b"x", key=key) for key in "aabc"])
+    keys = tmp_path / "keys.txt"
+    keys.write_text("b\nnobody\n")
+    asked = ("queue", "erase", "jobs", "--key", "a", "--key-file", keys)
+    assert "3 messages of queue 'jobs' would be deleted; run it again with --execute" in run(*asked).stderr
+    with database.transaction() as connection:
+        Queue(database, "jobs").acknowledge(Queue(database, "jobs").receive()[0], connection=connection)
+        held = run(*asked, "--execute")
+    assert held.stdout.split() == ["messages", "2", "dead", "letters", "0", "archived", "0"]
+    assert "1 message left" in held.stderr
+    assert shown(run, *asked) == {"messages": 0, "dead_letters": 0, "archived": 0, "left": 0, "executed": False}
+    assert "nothing to do" in run(*asked).stderr
+    assert Queue(database, "jobs").statistics().depth == 1
 
 
 def test_the_list_of_queues_fits_in_60_columns(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,18 @@ class Model:
         if archived:
             self.archive[id_] = entry
 
+    def erase(self, key: str, *, letters: bool = False) -> int:
+        """Forget the messages of a key, or only the dead letters among them; gives their number."""
+        gone = [entry.id for entry in self.entries.values() if entry.key == key and (entry.dead or not letters)]
+        for each in gone:
+            del self.entries[each]
+        return len(gone)
+
+    def erase_archived(self, key: str) -> int:
+        before = len(self.archive)
+        self.archive = {id_: entry for id_, entry in self.archive.items() if entry.key != key}
+        return before - len(self.archive)
+
     def release(self, id_: int, *, delayed: bool = False, reason: str | None = None) -> None:
         entry = self.entries[id_]
         entry.receipt, entry.hidden = None, delayed

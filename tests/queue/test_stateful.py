@@ -28,6 +28,7 @@ from hypothesis.stateful import (
 from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.errors import MessageNotFoundError
 from eventsql_orchestration.queue import (
+    ErasedMessages,
     Message,
     NewMessage,
     PeekedMessage,
@@ -459,6 +460,15 @@ class Machine(RuleBasedStateMachine):
         place = self.place(dead)
         assert place.queue.purge() == len(place.model.entries)
         place.model.entries.clear()
+
+    @rule(dead=st.booleans(), key=st.sampled_from("ab"))
+    def erase(self, dead: bool, key: str) -> None:
+        place = self.place(dead)
+        messages = place.model.erase(key)
+        letters = self.dead.model.erase(key, letters=True) if place is self.main else 0
+        expected = ErasedMessages(messages, letters, place.model.erase_archived(key))
+        assert place.queue.count_of_keys([key]) == expected
+        assert place.queue.erase([key]) == expected
 
     @rule(data=st.data(), how=st.sampled_from(["all", "all", "some", "by id"]))
     def redrive(self, data: st.DataObject, how: str) -> None:

@@ -138,6 +138,14 @@ def test_only_the_admin_deletes_a_queue(queues: dict[str, Queue], as_: As, role:
     assert [each.name for each in list_queues(as_("admin").database)] == ["pictures", "pictures_dead"]
 
 
+def test_only_the_admin_erases_messages_of_a_key(queues: dict[str, Queue], as_: As) -> None:
+    queues["pictures"].send(b"1", key="a")
+    for role in ("sender", "worker", "reader"):
+        with pytest.raises(PermissionDeniedError):
+            Queue(as_(role), "pictures").erase(["a"])
+    assert Queue(as_("admin"), "pictures").erase(["a"]).messages == 1
+
+
 def test_dagster_does_not_take_missing_rights_for_a_missing_queue(queues: dict[str, Queue], as_: As) -> None:
     assert read_queues(as_("reader"), ["pictures"])["pictures"].lags
     with pytest.raises(PermissionDeniedError):

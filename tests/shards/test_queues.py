@@ -93,6 +93,19 @@ def test_a_queue_is_deleted_on_every_shard_or_on_none(platform: EventSQL) -> Non
     assert [len(list_queues(shard.database)) for shard in platform.shards] == [0, 0, 0]
 
 
+def test_the_messages_of_a_key_are_deleted_on_every_shard(platform: EventSQL) -> None:
+    queue = Queue(platform, "jobs")
+    # A key may have messages on the shard that it had before a shard was added.
+    for shard in platform.shards:
+        queue_of_shard = Queue(shard.database, "jobs")
+        queue_of_shard.send_all([NewMessage(b"1", key="a"), NewMessage(b"2")])
+    platform.shards[1].down = DatabaseUnavailableError("gone")
+    with pytest.raises(ShardUnavailableError):
+        queue.erase(["a"])
+    platform.shards[1].down = None
+    assert queue.erase(["a"]).messages == queue.statistics().depth == 3
+
+
 def test_a_deduplication_id_without_a_key_is_sent_once(platform: EventSQL) -> None:
     queue = Queue(platform, "jobs")
     ids = {queue.send(b"once", deduplication_id="x") for _ in range(20)}

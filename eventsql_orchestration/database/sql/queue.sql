@@ -155,6 +155,31 @@ WITH purged AS (
 )
 SELECT count(*) FROM purged;
 
+-- count_of_keys -- The messages of keys: in a queue, among its dead letters, and in its archive.
+SELECT
+    count(*) FILTER (WHERE m.eql_queue = %(queue)s),
+    count(*) FILTER (WHERE m.eql_queue <> %(queue)s),
+    (SELECT count(*) FROM {schema}.queue_archive a WHERE a.eql_queue = %(queue)s AND a.eql_key = ANY (%(keys)s::text[]))
+FROM {schema}.queue_message m
+WHERE (m.eql_queue = %(queue)s OR m.eql_origin = %(queue)s) AND m.eql_key = ANY (%(keys)s::text[]);
+
+-- erase -- Deletes messages of keys in a queue and among its dead letters; gives how many of each, and their queues.
+WITH erased AS (
+    DELETE FROM {schema}.queue_message WHERE eql_id = ANY (ARRAY(
+        SELECT eql_id FROM {schema}.queue_message
+        WHERE (eql_queue = %(queue)s OR eql_origin = %(queue)s) AND eql_key = ANY (%(keys)s::text[])
+        LIMIT %(limit)s
+        FOR UPDATE SKIP LOCKED
+    ))
+    RETURNING eql_queue
+)
+SELECT count(*) FILTER (WHERE eql_queue = %(queue)s), count(*) FILTER (WHERE eql_queue <> %(queue)s),
+       array_agg(DISTINCT eql_queue)
+FROM erased;
+
+-- erase_archived -- Deletes the archived messages of keys of a queue.
+DELETE FROM {schema}.queue_archive WHERE eql_queue = %(queue)s AND eql_key = ANY (%(keys)s::text[]);
+
 -- newest -- The largest id of a queue's messages.
 SELECT max(eql_id) FROM {schema}.queue_message WHERE eql_queue = %(queue)s;
 
