@@ -22,7 +22,7 @@ import pytest
 
 from eventsql_orchestration.dagster.local import webserver as webserver_client
 from eventsql_orchestration.dagster.local.code_location import CodeLocation
-from eventsql_orchestration.dagster.local.dagster_process import LocalDagster, failure_of
+from eventsql_orchestration.dagster.local.dagster_process import LocalDagster, failure_of, running_url
 from eventsql_orchestration.orchestration import local_processes
 from eventsql_orchestration.orchestration.errors import LocalDagsterError, LocalProcessError, RunFailedError
 from eventsql_orchestration.orchestration.local_processes import (
@@ -231,6 +231,11 @@ def test_a_proxy_of_the_environment_is_not_used_for_loopback(
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     assert local(tmp_path, webserver)._not_ready() is None
+
+
+def test_an_empty_file_that_a_killed_process_has_left_leads_to_no_dagster(tmp_path: Path) -> None:
+    (tmp_path / "dagster.url").touch()
+    assert running_url(tmp_path) is None
 
 
 def test_dagster_is_not_ready_until_its_daemon_starts_runs(

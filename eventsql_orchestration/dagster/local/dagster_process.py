@@ -27,6 +27,7 @@ from eventsql_orchestration.orchestration.local_processes import (
     reserved_port,
     start_group,
 )
+from eventsql_orchestration.orchestration.webservers import proxies_of
 from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.validation import counted
 
@@ -52,7 +53,7 @@ def running_url(instance_home: Path) -> str | None:
     """The URL of the `eventsql dev` that runs on this instance; None if none answers."""
     with contextlib.suppress(OSError, requests.RequestException):
         url = (instance_home / _URL_FILE).read_text(encoding="utf-8")
-        requests.get(f"{url}/server_info", timeout=10, proxies=Webserver(url).proxies).raise_for_status()
+        requests.get(f"{url}/server_info", timeout=10, proxies=proxies_of(url)).raise_for_status()
         return url
     return None
 

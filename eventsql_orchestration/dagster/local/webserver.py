@@ -86,7 +86,7 @@ class Webserver:
         check_url(url, "a Dagster webserver", "http://127.0.0.1:3000")
         self.url = without_credentials(url)
         self.endpoint = f"{url.rstrip('/')}/graphql"
-        self.proxies = proxies_of(url)
+        self._proxies = proxies_of(url)
         self._timeout = timeout
         self._remedy = remedy
 
@@ -95,7 +95,7 @@ class Webserver:
         try:
             response = requests.post(
                 self.endpoint, json={"query": query, "variables": variables},
-                timeout=self._timeout, proxies=self.proxies,
+                timeout=self._timeout, proxies=self._proxies,
             )  # fmt: skip
             response.raise_for_status()
             answer = response.json()
