@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,6 +28,7 @@ from eventsql_orchestration.orchestration.local_processes import (
     start_group,
 )
 from eventsql_orchestration.orchestration.webservers import proxies_of
+from eventsql_orchestration.signals import handling
 from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.validation import counted
 
@@ -56,19 +57,6 @@ def running_url(instance_home: Path) -> str | None:
         requests.get(f"{url}/server_info", timeout=10, proxies=proxies_of(url)).raise_for_status()
         return url
     return None
-
-
-@contextlib.contextmanager
-def _heeding_interrupts() -> Iterator[None]:
-    """Let children heed SIGINT. A shell starts background processes with SIGINT ignored, and children inherit that."""
-    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    if ignored:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        if ignored:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class LocalDagster:
@@ -131,8 +119,9 @@ class LocalDagster:
             "--log-level", "warning", "--log-format", "rich",
         ]
         # fmt: on
-        # In a session of its own: Ctrl-C reaches only this process, and this process ends the others.
-        with self.log.open("wb") as log, _heeding_interrupts():
+        # In a session of its own: Ctrl-C reaches only this process, and this process ends the others. A shell starts
+        # background processes with SIGINT ignored, and children would inherit that: runs have to heed it.
+        with self.log.open("wb") as log, handling(signal.default_int_handler, signal.SIGINT):
             self._process = start_group(
                 self.instance_home / PROCESSES_LOCK,
                 lambda lock: subprocess.Popen(
