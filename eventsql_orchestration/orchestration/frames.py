@@ -194,9 +194,8 @@ def _publication(value: object, number: int, topic: str) -> Publication:
         raise ValidationError(f"{where} is of type {type(value).__name__}: use a Publication or a mapping")
     if value.topic != topic:
         raise ValidationError(f"{where} is a publication for topic {value.topic!r}")
-    partition: object = value.partition
-    if partition is not None and (type(partition) is not int or not NOT_PARTITIONED <= partition <= MAX_PARTITIONS):
-        raise PartitionOutOfRangeError(f"{where}: {partition!r} is not a partition")
+    if value.partition is not None and not NOT_PARTITIONED <= value.partition <= MAX_PARTITIONS:
+        raise PartitionOutOfRangeError(f"{where}: {value.partition} is not a partition")
     return value
 
 
