@@ -40,7 +40,7 @@ _ACCEPTED: Final = {
     "partition": "a whole number",
     "headers": "map<string, string>",
 }
-_GIVEN_BY_THE_LOG: Final = ("offset", "timestamp")
+_GIVEN_BY_THE_LOG: Final = ("topic", "offset", "timestamp", "shard")
 _FIELDS: Final = ("value", "key", "partition", "metadata")
 
 
@@ -106,7 +106,7 @@ def _as_arrow(events: Sequence[Event], schema: pa.Schema, shard: str | None) -> 
 
 def _check_columns(schema: pa.Schema, topic: str) -> None:
     for field in schema:
-        if field.name in _GIVEN_BY_THE_LOG or field.name == "topic":
+        if field.name in _GIVEN_BY_THE_LOG:
             continue
         if field.name not in _TYPES:
             raise ValidationError(

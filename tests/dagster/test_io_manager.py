@@ -172,6 +172,12 @@ def test_headers_and_partitions_of_the_rows_are_kept(bench: Workbench, materiali
     assert "source" not in second.metadata
 
 
+def test_the_columns_of_events_that_were_read_are_no_obstacle(bench: Workbench, materialize: Materialize) -> None:
+    read = {"topic": ["sums", "sums"], "offset": [7, 8], "timestamp": [None, None], "shard": ["eu", "us"]}
+    materialize(asset(pa.table({**ROWS, **read})))
+    assert events(bench) == [("a", b"1"), ("b", b"2")]
+
+
 def test_many_events_of_an_iterable_keep_their_order(bench: Workbench, materialize: Materialize) -> None:
     materialize(asset(lambda _: (Publication("sums", b"%d" % i, partition=0) for i in range(2_500))))
     assert [value for _, value in events(bench)] == [b"%d" % i for i in range(2_500)]
