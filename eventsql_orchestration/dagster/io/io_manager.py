@@ -35,9 +35,6 @@ TOPIC_PARTITION: Final = "topic partition"
 SHARD: Final = "shard"
 """Metadata keys of an input (`dg.AssetIn(metadata=…)`) that choose the events to load."""
 
-COLUMNS: Final = ("key", "value", "topic", "partition", "offset", "timestamp")
-"""The columns of frames, as in Spark's data source. Over shards there is also a column `shard`."""
-
 
 @dataclass(frozen=True, slots=True)
 class Selection:
@@ -240,6 +237,7 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
         from pyspark.sql import SparkSession  # noqa: PLC0415
         from pyspark.sql import functions as f  # noqa: PLC0415
 
+        from eventsql_orchestration.orchestration.frames import LOADED  # noqa: PLC0415
         from eventsql_orchestration.spark import FORMAT, range_options, spark_config  # noqa: PLC0415
 
         session = SparkSession.getActiveSession()
@@ -253,7 +251,7 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
             frame = reader.options(includeHeaders="true").load() if selection.origin else reader.load()
             for name, text in selection.origin.items():
                 frame = frame.where(f.col("headers")[name] == text)
-            frame = frame.select(*COLUMNS)
+            frame = frame.select(*LOADED.names)
             if selection.shard is not None:
                 frame = frame.withColumn(SHARD, f.lit(selection.shard))
             loaded = frame if loaded is None else loaded.unionAll(frame)
