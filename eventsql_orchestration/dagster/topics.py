@@ -31,8 +31,7 @@ KINDS: Final = frozenset({"eventsql"})
 """The kinds of consumers."""
 
 TOPIC_KINDS: Final = frozenset({"topic", "postgresql"})
-"""The kinds of topics. Dagster has icons only for a fixed list of kinds; `postgresql` is in the list. Of the other
-assets of this package, only captured tables have this kind."""
+"""The kinds of topics. Dagster has icons only for a fixed list of kinds; `postgresql` is in the list."""
 
 COLUMN_SCHEMA: Final = "dagster/column_schema"
 """The metadata key in which Dagster's UI looks for the columns of an asset."""
