@@ -37,7 +37,6 @@ from eventsql_orchestration.queue import (
     NewMessage,
     PeekedMessage,
     Queue,
-    QueueDefinition,
     drop_expired_archives,
     list_queues,
 )
@@ -61,7 +60,7 @@ def queue() -> None:
 
 
 def _existing(platform: EventSQL, name: str) -> Queue:
-    if not _is_there(platform, name):
+    if name not in _names(platform):
         raise QueueNotFoundError(
             f"there is no queue {name!r}: create it with `{advised('queue create', name)}`, or look its name up "
             "with `eventsql queue list`"
@@ -69,16 +68,9 @@ def _existing(platform: EventSQL, name: str) -> Queue:
     return Queue(platform, name)
 
 
-def _is_there(platform: EventSQL, name: str) -> bool:
-    return name in {each.name for each in _definitions(platform)}
-
-
-def _definitions(platform: EventSQL) -> list[QueueDefinition]:
+def _names(platform: EventSQL) -> set[str]:
     platform.open()
-    found = {
-        each.name: each for shard in platform.members() if shard.down is None for each in list_queues(shard.database)
-    }
-    return [found[name] for name in sorted(found)]
+    return {each.name for shard in platform.members() if shard.down is None for each in list_queues(shard.database)}
 
 
 @command(queue)
@@ -119,7 +111,7 @@ def list_all(context: CliContext, as_json: AsJson) -> None:
     the age of the message that was sent first, and column waiting the longest wait of a visible message.
     """
     with context.platform() as platform:
-        found = [Queue(platform, each.name).statistics() for each in _definitions(platform)]
+        found = [Queue(platform, name).statistics() for name in sorted(_names(platform))]
     columns: Columns = {
         **same("queue", "visible"), "in flight": "in_flight", **same("delayed", "blocked", "dead"),
         "oldest (s)": "oldest", "waiting (s)": "waiting",
@@ -175,7 +167,7 @@ def send(
         try:
             for batch in batches(texts, _SENT_AT_ONCE):
                 messages = [message(text) for text in batch]
-                if not sent and not _is_there(platform, name):
+                if not sent and name not in _names(platform):
                     target.definition()
                     say(f"made queue {name!r}: there was none of this name")
                 under_way = f"; the {counted(len(messages), 'message')} after them may have been sent, too"
