@@ -12,9 +12,7 @@ from eventsql_orchestration.orchestration.provenance import (
     AIRFLOW_MAP_INDEX,
     AIRFLOW_RUN,
     AIRFLOW_TASK,
-    SHARD,
     Provenance,
-    trace_context,
 )
 
 NOT_MAPPED: Final = -1
@@ -35,9 +33,8 @@ class TaskOrigin(Provenance):
         index = None if task.map_index in (None, NOT_MAPPED) else str(task.map_index)
         return cls(run, run, task.task_id, index, None, task.dag_id, task.run_id)
 
-    def metadata(self) -> dict[str, str]:
-        named = {
+    def _names(self) -> dict[str, str | None]:
+        return {
             AIRFLOW_DAG: self.dag_id, AIRFLOW_RUN: self.dag_run_id, AIRFLOW_TASK: self.asset,
-            AIRFLOW_MAP_INDEX: self.partition, SHARD: self.shard,
+            AIRFLOW_MAP_INDEX: self.partition,
         }  # fmt: skip
-        return {**{name: text for name, text in named.items() if text is not None}, **trace_context()}

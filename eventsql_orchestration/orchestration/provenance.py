@@ -42,8 +42,14 @@ class Provenance(ABC):
     shard: str | None = None
 
     @abstractmethod
+    def _names(self) -> dict[str, str | None]:
+        """The names of the run, the asset or task and the partition, as the orchestrator's users know them."""
+
     def metadata(self) -> dict[str, str]:
-        """The metadata by which every event names its origin."""
+        """The metadata by which every event names its origin, and the current span of a program that traces."""
+        named = {name: text for name, text in {**self._names(), SHARD: self.shard}.items() if text is not None}
+        tracing = sys.modules.get("eventsql_orchestration.tracing")
+        return named if tracing is None else {**named, **tracing.current_context()}
 
     def writer(self, topic: str, *, claim: int | None = None, output: str | None = None) -> str:
         """The id under which a publication is recorded. It is the same for every repetition of the publication.
@@ -79,9 +85,3 @@ class Writer:
         if (found := _CLAIM.fullmatch(cause)) is not None:
             return cls(asset, claim=int(found["id"]), shard=found["shard"])
         return cls(asset, run=cause.removeprefix(_RUN) if cause.startswith(_RUN) else None)
-
-
-def trace_context() -> dict[str, str]:
-    """The context of the current span, in a program that traces."""
-    tracing = sys.modules.get("eventsql_orchestration.tracing")
-    return {} if tracing is None else tracing.current_context()

@@ -11,14 +11,7 @@ import dagster as dg
 from eventsql_orchestration.dagster import metadata_keys as keys
 from eventsql_orchestration.dagster.tags import SHARD_TAG
 from eventsql_orchestration.dagster.topics import TOPIC_PREFIX, topic_key
-from eventsql_orchestration.orchestration.provenance import (
-    DAGSTER_ASSET,
-    DAGSTER_PARTITION,
-    DAGSTER_RUN,
-    SHARD,
-    Provenance,
-    trace_context,
-)
+from eventsql_orchestration.orchestration.provenance import DAGSTER_ASSET, DAGSTER_PARTITION, DAGSTER_RUN, Provenance
 
 ExecutionContext: TypeAlias = dg.AssetExecutionContext | dg.OpExecutionContext
 
@@ -52,14 +45,8 @@ class Origin(Provenance):
             partition = context.partition_key
         return cls(run.run_id, run.root_run_id or run.run_id, asset, partition, run.tags.get(SHARD_TAG))
 
-    def metadata(self) -> dict[str, str]:
-        named = {
-            DAGSTER_RUN: self.run_id,
-            DAGSTER_ASSET: self.asset,
-            DAGSTER_PARTITION: self.partition,
-            SHARD: self.shard,
-        }
-        return {**{name: text for name, text in named.items() if text is not None}, **trace_context()}
+    def _names(self) -> dict[str, str | None]:
+        return {DAGSTER_RUN: self.run_id, DAGSTER_ASSET: self.asset, DAGSTER_PARTITION: self.partition}
 
 
 RANGE: Final = "..."
