@@ -41,8 +41,8 @@ class TaskClaims:
     retried: bool
     consume_on: Callable[[Shard], Consume]
     drained: Drained = field(default_factory=Drained, init=False)
-    _drainings: list[Draining] = field(default_factory=list, init=False)
-    _begun: list[tuple[Draining, int]] = field(default_factory=list, init=False)
+    _drainings: dict[Shard, Draining] = field(default_factory=dict, init=False)
+    _begun: dict[Shard, dict[int, None]] = field(default_factory=dict, init=False)
     _down: dict[str, DatabaseUnavailableError] = field(default_factory=dict, init=False)
     _failed: list[FinalRunError] = field(default_factory=list, init=False)
 
@@ -121,9 +121,8 @@ class TaskClaims:
 
     def _go_on(self) -> None:
         """Consume the events that come after the first ranges."""
-        for draining in self._drainings:
-            partitions = dict.fromkeys(partition for on, partition in self._begun if on is draining)
-            self._try(draining.shard.label, draining.go_on, partitions)
+        for shard, draining in self._drainings.items():
+            self._try(shard.label, draining.go_on, self._begun.get(shard, ()))
 
     def _consume_requested(self, event: ClaimEvent) -> None:
         self._consume(self._draining(self.hook.shard(event.shard)), event.partition, event)
@@ -161,7 +160,7 @@ class TaskClaims:
     def _run(self, draining: Draining, claim: Claim) -> None:
         logger.info("this task consumes %s", claim)
         if draining.consume_one(claim):
-            self._begun.append((draining, claim.range.partition))
+            self._begun.setdefault(draining.shard, {})[claim.range.partition] = None
 
     def _left(self, requested: Sequence[ClaimEvent]) -> Iterator[tuple[Shard, int, Claim | None]]:
         """Claims that may have no run of their own: by partition, the trigger's claim that no task has taken over yet.
@@ -214,10 +213,10 @@ class TaskClaims:
         return None
 
     def _draining(self, shard: Shard) -> Draining:
-        for known in self._drainings:
-            if known.shard is shard:
-                return known
-        states = shard.registry.consumer(self.topic, self.consumer)
-        consumer = Consumer(self.topic, self.consumer, states[0].partition != NOT_PARTITIONED)
-        self._drainings.append(Draining(shard, consumer, self.consume_on(shard), self.limits, self.owner, self.drained))
-        return self._drainings[-1]
+        if shard not in self._drainings:
+            states = shard.registry.consumer(self.topic, self.consumer)
+            consumer = Consumer(self.topic, self.consumer, states[0].partition != NOT_PARTITIONED)
+            self._drainings[shard] = Draining(
+                shard, consumer, self.consume_on(shard), self.limits, self.owner, self.drained
+            )
+        return self._drainings[shard]
