@@ -19,7 +19,7 @@ from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.lag import lag_table, live_lag
 from eventsql_orchestration.cli.output import complain, is_quiet, say
 from eventsql_orchestration.cli.tables import Columns, same, show_items
-from eventsql_orchestration.cli.warm_spark import find_java, spark_environment, spark_for_runs
+from eventsql_orchestration.cli.warm_spark import provide_java, spark_environment, spark_for_runs
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.consuming.lag_values import ConsumerLag, LagCause
 from eventsql_orchestration.orchestration.errors import RoundError
@@ -77,7 +77,7 @@ def prepared(
         temporary_directory(directory) as temporary,
         context.whole_system() as platform,
     ):
-        warm = find_java(context.settings.home) and not cold_spark
+        warm = provide_java(context.settings.home) and not cold_spark
         environment = {**spark_environment(platform), "TMPDIR": str(temporary), **variables}
         with spark_for_runs(directory, environment, warm=warm) as (spark, keep_spark):
             yield platform, {**environment, **spark}, keep_spark

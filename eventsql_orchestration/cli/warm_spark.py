@@ -28,7 +28,7 @@ WARM_UP: Final = "eventsql_orchestration.spark.warm_up"
 """A module that loads Spark, so that this process does not import it."""
 
 
-def find_java(home: Path) -> bool:
+def provide_java(home: Path) -> bool:
     """Set the Java runtime for Spark, if Spark is installed. False if there is no Spark or no Java."""
     if importlib.util.find_spec("pyspark") is None:
         return False

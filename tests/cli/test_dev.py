@@ -119,7 +119,7 @@ def test_without_java_it_names_the_extra(
         raise MissingExtraError("local", "Java")
 
     monkeypatch.setattr(warm_spark, "ensure_java", missing)
-    warm_spark.find_java(tmp_path)
+    warm_spark.provide_java(tmp_path)
     said = capsys.readouterr().err
     assert said.startswith("eventsql: Spark will not run: ")
     assert "pip install 'eventsql-orchestration[local]'" in said
