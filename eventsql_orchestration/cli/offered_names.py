@@ -17,7 +17,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from eventsql_orchestration.cli import lazy
-from eventsql_orchestration.cli.urls import ASK
+from eventsql_orchestration.cli.urls import ASK, urls_of_file
 from eventsql_orchestration.validation import DEFAULT_SCHEMA, split_urls
 
 _SECONDS: Final = 2
@@ -55,10 +55,7 @@ def offered(context: click.Context, kind: str, begun: str) -> list[CompletionIte
 
 def _database(given: Mapping[str, Any]) -> str:
     """The URL of the database, or of the first shard, for psycopg."""
-    if given.get("dsn_file") is not None:
-        named = given["dsn_file"].read_text(encoding="utf-8")
-    else:
-        named = _setting(given, "dsn")
+    named = _setting(given, "dsn") if given.get("dsn_file") is None else urls_of_file(given["dsn_file"])
     if not named:
         home = Path(_setting(given, "home") or ".eventsql")
         running = lazy.EmbeddedPostgres(home / "postgres").status()

@@ -21,7 +21,7 @@ def ask_for_url(what: str = "URL of the database") -> str:
 def urls_of_file(file: Path) -> str:
     """The URLs in a file. Raises `ConfigurationError`, without a quotation of the file."""
     try:
-        text = file.read_text(encoding="utf-8").strip()
+        text = file.read_text(encoding="utf-8-sig").strip()
     except UnicodeDecodeError:
         raise ConfigurationError(f"{file} is not text in UTF-8: write the URL of the database into it") from None
     except OSError as error:

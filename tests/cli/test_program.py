@@ -275,8 +275,10 @@ def test_no_password_is_printed(
 
 
 def test_a_url_is_read_from_a_file_or_asked_for(invoke: Run, dsn: str, directory: Path) -> None:
-    (directory / "url").write_text(f"{dsn}\n")
-    assert invoke("--dsn-file", "url", "lag", "--json").exit_code == 0
+    # Some editors begin a file with a byte order mark.
+    for encoding in ("utf-8", "utf-8-sig"):
+        (directory / "url").write_text(f"{dsn}\n", encoding)
+        assert invoke("--dsn-file", "url", "lag", "--json").exit_code == 0
     asked = invoke("--dsn", "-", "lag", "--json", stdin=f"{dsn}\n")
     assert asked.exit_code == 0
     assert dsn not in asked.output
