@@ -225,9 +225,9 @@ class ClaimProducer(SharedStreamProducer):
                 return
 
     def _listen(self, shard: Shard, wake: Callable[[], None]) -> ExitStack:
-        with ExitStack() as stack:
-            stack.callback(shard.listener.subscribe(LOG, self._watched.topic, wake))
-            return stack.pop_all()
+        stack = ExitStack()
+        stack.callback(shard.listener.subscribe(LOG, self._watched.topic, wake))
+        return stack
 
     def _look(self, shard: Shard) -> list[Claim]:
         if len(self._lanes) > 1 and shard.name is None and self._hook is not None:
