@@ -21,7 +21,7 @@ from eventsql_orchestration.dagster.io.spark_progress import (
 )
 from eventsql_orchestration.spark import spark_config
 from eventsql_orchestration.spark.java import ensure_java
-from tests.waiting import PATIENCE
+from tests.waiting import PATIENCE, wait_until
 
 ROWS = 1_000
 
@@ -90,6 +90,26 @@ def test_a_block_may_stop_its_session() -> None:
         })  # fmt: skip
     assert watching() == 0
     assert progress.metadata() == {}
+
+
+def test_a_stage_is_told_again_only_if_its_line_has_changed() -> None:
+    session, context, data = Mock(), Mock(), Mock()
+    spark = session.sparkContext
+    spark.statusTracker().getJobIdsForGroup.return_value = [0]
+    spark.statusTracker().getJobInfo.return_value.stageIds = [3]
+    spark._jsc.sc().statusStore().lastStageAttempt.return_value = data
+    data.configure_mock(**{
+        "name.return_value": "count at ledger.py:7", "status.return_value.toString.return_value": "ACTIVE",
+        "numTasks.return_value": 4, "numCompleteTasks.return_value": 4, "numFailedTasks.return_value": 0,
+        "inputRecords.return_value": 9, "shuffleReadRecords.return_value": 0,
+        "outputRecords.return_value": 0, "shuffleWriteRecords.return_value": 0,
+    })  # fmt: skip
+    with spark_progress(context, session, every=0.01):
+        wait_until(lambda: context.log.info.called, "the stage is told")
+        data.status().toString.return_value = "COMPLETE"
+    assert [str(stage) for (_, stage), _ in context.log.info.call_args_list] == [
+        "Spark stage 3 (count): 4 of 4 tasks, 9 rows in, 0 rows out"
+    ]
 
 
 def test_a_session_starts_when_it_is_used_and_not_before(
