@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeAlias
 
 import psycopg
 from psycopg import sql
+from psycopg.abc import Buffer
 from psycopg.rows import TupleRow, tuple_row
 
 Query: TypeAlias = sql.SQL | sql.Composed
@@ -45,7 +46,7 @@ def fetch_one(
     return row
 
 
-def send_copy(cursor: psycopg.Cursor[Any], query: Query, data: Iterable[bytes]) -> None:
+def send_copy(cursor: psycopg.Cursor[Any], query: Query, data: Iterable[Buffer]) -> None:
     """COPY data to the server.
 
     psycopg keeps a lock of the connection in the block of `copy`. After Ctrl-C right at the end of that block, the lock

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from itertools import count
 from typing import Any, LiteralString
 
 import psycopg
@@ -22,7 +24,9 @@ from eventsql_orchestration.storage import compacting, copy_out, exchanging, log
 from eventsql_orchestration.storage.erasing import try_change
 from eventsql_orchestration.storage.exchanging import Exchange
 from eventsql_orchestration.storage.segment_drops import try_retain
+from eventsql_orchestration.threads import in_thread
 from tests.fixtures import Sessions, Terminate, Until, UntilBlocked
+from tests.interrupting import interrupted
 from tests.waiting import PATIENCE
 
 SCHEMA = "eventsql"
@@ -681,6 +685,28 @@ def test_a_change_that_waits_for_the_segment_does_not_stop_the_copy_for_ever(
     other.rollback()
     assert (single.compactor.execute("orders").freed or 0) > 0
     assert content(single.reader.read("orders")) == before
+
+
+def test_ctrl_c_at_any_moment_of_the_copy_of_a_segment_lets_its_transactions_end(dsn: str, session: Connection) -> None:
+    session.execute("CREATE TABLE eventsql.number AS SELECT 1 AS value")
+    exchange = Exchange(SCHEMA, "numbers", "number")
+
+    def copy(connection: Connection, source: Connection) -> None:
+        with connection.transaction(force_rollback=True):
+            exchange.copy(connection, source, "copied", order=sql.SQL("value"), check=sql.SQL("(value > 0)"))
+
+    def moment(after: int) -> bool:
+        with psycopg.connect(dsn) as connection, psycopg.connect(dsn, autocommit=True) as source:
+            try:
+                return interrupted(after, partial(copy, connection, source), module="contextlib.py", events={"call"})
+            finally:
+                connection.rollback()
+
+    for after in count():
+        # In a thread, in case that a transaction never ends.
+        if not in_thread("copy", partial(moment, after)).result(PATIENCE):
+            break
+    assert after > 10
 
 
 @pytest.mark.usefixtures("spacious")
