@@ -12,7 +12,7 @@ import pytest
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.consumer import ConsumerState, EventFilter
-from eventsql_orchestration.consuming import failures, worker_pool
+from eventsql_orchestration.consuming import claims, failures, worker_pool
 from eventsql_orchestration.consuming.cancellation import Cancellation
 from eventsql_orchestration.consuming.claims import Claim, Claims, NoClaim
 from eventsql_orchestration.consuming.leases import Lease
@@ -23,7 +23,7 @@ from eventsql_orchestration.errors import (
     DatabaseUnavailableError,
     ValidationError,
 )
-from tests.effects import FullDiskError, effects, make_table, write
+from tests.effects import FullDiskError, effects, make_table, take_too_long, write
 from tests.forms import change_time, ids_in
 
 if TYPE_CHECKING:
@@ -129,19 +129,20 @@ def test_the_handler_works_outside_of_any_transaction(
 
 
 def test_effects_of_a_block_that_fails_are_undone_and_may_be_written_again(platform: EventSQL, until: Until) -> None:
-    ids = fill(platform, 3)
+    ids, said = fill(platform, 3), list[tuple[bool, bool]]()
 
     def handle(events: Sequence[Event], lease: Lease) -> None:
         with pytest.raises(ValueError, match="first"), lease.transaction() as connection:
             write(events, connection)
             raise ValueError("first")
-        assert not lease.committed
+        said.append((lease.committed, lease.rolled_back))
         write_leased(events, lease)
-        assert lease.committed
+        said.append((lease.committed, lease.rolled_back))
 
     with platform.consumers.start_leased("payments", "mailer", handle, polling_delay=POLLING):
         until(lambda: state(platform).last_event_id == ids[-1])
     assert effects(platform) == ids
+    assert said == [(False, True), (True, False)]
     assert state(platform).attempts == 0
 
 
@@ -408,6 +409,36 @@ def test_a_batch_that_finds_the_database_away_gives_its_lease_back_when_it_is_ba
         until(lambda: state(platform).last_event_id == ids[-1])
 
 
+def test_a_transaction_of_the_handlers_own_that_took_too_long_spends_the_attempts_of_its_event(
+    platform: EventSQL, until: Until
+) -> None:
+    fill(platform, 1)
+
+    def handle(_events: Sequence[Event], _lease: Lease) -> None:
+        with platform.database.transaction() as connection:
+            take_too_long(connection)
+
+    with platform.consumers.start_leased("payments", "mailer", handle, polling_delay=POLLING):
+        until(lambda: state(platform).spent)
+
+
+def test_a_lease_that_cannot_be_given_back_hides_no_error(
+    platform: EventSQL, sessions: Sessions, until: Until, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(claims, "LOCK_TIMEOUT", 0.01)
+    fill(platform, 1)
+    other = sessions()
+
+    def find_it_away(_events: Sequence[Event], _lease: Lease) -> None:
+        other.execute("SELECT FROM eventsql.consumer WHERE eql_topic = 'payments' FOR UPDATE")
+        raise DatabaseUnavailableError("the server restarts")
+
+    with platform.consumers.start_leased("payments", "mailer", find_it_away, polling_delay=POLLING):
+        until(lambda: "the server restarts" in caplog.text)
+        other.rollback()
+
+
 def test_a_handler_that_loses_a_claim_of_its_own_spends_the_attempts_of_its_event(
     platform: EventSQL, until: Until
 ) -> None:
@@ -643,6 +674,25 @@ def test_a_handler_that_does_not_end_in_time_loses_its_lease_to_others_at_once(p
     platform.claims.process(claim, write)
     assert effects(platform) == ids
     assert state(platform).failed_event_id is None
+
+
+def test_a_transaction_that_does_not_end_in_time_is_rolled_back_and_gives_its_partition_to_others(
+    platform: EventSQL, halt: Halt
+) -> None:
+    fill(platform, 3)
+
+    def handle(events: Sequence[Event], lease: Lease) -> None:
+        with lease.transaction() as connection:
+            write(events, connection)
+            halt()
+
+    consumption = platform.consumers.start_leased("payments", "mailer", handle, lease=3600.0)
+    halt.await_reached()
+    assert not consumption.stop(timeout=0.01)
+    assert isinstance(platform.claims.claim("payments", "mailer", owner="another"), Claim)
+    halt.end()
+    assert consumption.stop(timeout=60)
+    assert (effects(platform), state(platform).last_event_id) == ([], 0)
 
 
 @pytest.mark.parametrize("broken", [False, True])
