@@ -153,7 +153,7 @@ class LeasedPolls:
         left: Sequence[Event] = ()
         reached, each = claim.position, False
         while claim.position < claim.range.upto:
-            if claim.position > claim.range.after and cancellation.stopping.is_set():
+            if cancellation.stopping.is_set():
                 self.claims.release(claim)
                 break
             if claim.position == reached:

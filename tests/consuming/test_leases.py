@@ -15,7 +15,9 @@ from eventsql_orchestration.consumer import ConsumerState, EventFilter
 from eventsql_orchestration.consuming import claims, failures, worker_pool
 from eventsql_orchestration.consuming.cancellation import Cancellation
 from eventsql_orchestration.consuming.claims import Claim, Claims, NoClaim
-from eventsql_orchestration.consuming.leases import Lease
+from eventsql_orchestration.consuming.leases import Lease, LeasedPolls
+from eventsql_orchestration.consuming.partition import ConsumerPartition
+from eventsql_orchestration.consuming.worker_pool import PollOptions
 from eventsql_orchestration.errors import (
     ClaimLostError,
     ConsumerNotFoundError,
@@ -23,6 +25,7 @@ from eventsql_orchestration.errors import (
     DatabaseUnavailableError,
     ValidationError,
 )
+from eventsql_orchestration.model import NOT_PARTITIONED
 from tests.effects import FullDiskError, effects, make_table, take_too_long, write
 from tests.forms import change_time, ids_in
 
@@ -716,6 +719,15 @@ def test_stopping_while_events_are_handed_over_one_by_one_gives_the_rest_back(
     assert started.stop(timeout=60)
     assert seen.batches == [ids, ids[:1]]
     assert (state(platform).last_event_id, unleased(platform)) == (ids[0], True)
+
+
+def test_a_range_that_is_claimed_in_the_moment_of_a_stop_is_given_back_as_it_is(platform: EventSQL) -> None:
+    fill(platform, 1)
+    seen, cancellation = Seen(), Cancellation()
+    cancellation.stopping.set()
+    polls = LeasedPolls(platform.database, platform.claims, seen, PollOptions.of(), lease=3_600.0)
+    polls.poll(ConsumerPartition("payments", "mailer", NOT_PARTITIONED), cancellation)
+    assert (seen.batches, unleased(platform)) == ([], True)
 
 
 # Claims
