@@ -90,7 +90,3 @@ class LogRoom:
         except BaseException:
             self._left.pop(topic, None)
             raise
-
-    def forget(self) -> None:
-        """Look for room again in every log: the next connection may lead to another server with other sequences."""
-        self._left.clear()

@@ -151,7 +151,6 @@ class LogWriter:
         self._connection = None
         self._low_water = LowWater(self._database.schema)
         self._looked_at = 0.0
-        self._room.forget()
 
     @contextmanager
     def session(self, *, timeout: float = -1) -> Iterator[bool]:
@@ -198,14 +197,13 @@ class LogWriter:
 
     def look(self, wanted: list[str] | None) -> tuple[int, list[str]]:
         """The newest buffer id that was given out, and the topics with buffered events, of `wanted` or of all."""
-        reused = self._connection is not None
         # Opening a connection makes a new low-water mark, so open it first.
         connection = self._open()
         try:
             return self._low_water.look(connection, wanted)
         except psycopg.Error:
             # The server may have restarted since the last use. Nothing was executed since: connect again.
-            if not (reused and self.broken):
+            if not self.broken:
                 raise
         connection = self._open()
         return self._low_water.look(connection, wanted)

@@ -608,6 +608,18 @@ def test_the_mark_follows_what_was_moved(platform: EventSQL, sessions: Sessions)
     assert marks(platform.shards[0].transfer) == {"orders": newest_id(sessions)}
 
 
+def test_the_mark_follows_what_another_transfer_moved(
+    platform: EventSQL, transfers: Callable[..., Transfer], sessions: Sessions
+) -> None:
+    platform.publisher.publish_all(order(number) for number in range(10))
+    behind = transfers()
+    with behind._writer.session():
+        newest, _ = behind._writer.look(None)
+        platform.transfer.run_once()
+        assert behind._writer.move("orders", newest) == 0
+    assert marks(behind) == {"orders": newest_id(sessions)}
+
+
 def test_a_look_sends_no_marks_of_topics_that_came_and_went(
     platform: EventSQL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1016,6 +1028,23 @@ def test_a_batch_whose_session_ends_does_not_keep_other_topics_waiting(
                 transfer.run_once()
     assert values(platform, "payments") == ["one"]
     assert transfer.run_once() == {"orders": 1}
+
+
+def test_a_session_that_ends_before_its_batch_is_known_is_an_error_of_the_package(
+    platform: EventSQL, sessions: Sessions, session: Connection, until_blocked: UntilBlocked
+) -> None:
+    platform.publisher.publish(order("one"))
+    with sessions() as other, ThreadPoolExecutor() as executor:
+        other.execute("LOCK TABLE eventsql.event_buffer_lock IN EXCLUSIVE MODE")
+        moved = executor.submit(platform.transfer.run_once)
+        until_blocked()
+        session.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_locks "
+            "WHERE NOT granted AND relation = 'eventsql.event_buffer_lock'::regclass"
+        )
+        with pytest.raises(DatabaseUnavailableError):
+            moved.result()
+    assert platform.transfer.run_once() == {"orders": 1}
 
 
 def test_a_topic_whose_batch_lost_the_connection_is_tried_again_at_once(

@@ -88,15 +88,13 @@ SELECT pg_backend_pid() || ' of the server of ' || pg_postmaster_start_time()
 -- present_topics -- Those of the topics that exist.
 SELECT eql_topic FROM {schema}.event_buffer_lock WHERE eql_topic = ANY (%(topics)s);
 
--- writers -- The open transactions of other sessions that may have written to a table.
+-- writers -- The open transactions that may have written to a table.
 SELECT l.virtualtransaction
 FROM pg_locks l
 WHERE l.locktype = 'relation'
   AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
   AND l.relation = %(relation)s::regclass
-  AND l.mode = 'RowExclusiveLock'
-  AND l.granted
-  AND l.pid = pg_backend_pid() IS NOT TRUE;
+  AND l.mode = 'RowExclusiveLock';
 
 -- lock_topic -- Become the topic's only writer; no row if another transaction is.
 SELECT eql_topic FROM {schema}.event_buffer_lock WHERE eql_topic = %(topic)s FOR UPDATE SKIP LOCKED;
