@@ -36,6 +36,9 @@ EVERY: Final = 257
 BATCH: Final = 500
 """Claims to check each time: more than are made until the next time."""
 
+PRUNE_SECONDS: Final = 5.0
+"""Seconds after which pruning gives up: a claim that was just made waits for it."""
+
 
 class ClaimPruning:
     """Prunes the claims of the partitions that one `Claims` object claims."""
@@ -64,7 +67,7 @@ class ClaimPruning:
             "runs": RUN_OWNER, "processes": PROCESS_OWNER, "leased": LEASED_SECONDS, "kept": KEPT_SECONDS,
         }  # fmt: skip
         with self._database.transaction() as connection:
-            connection.execute("SET LOCAL statement_timeout TO '5s'")
+            connection.execute(f"SET LOCAL statement_timeout TO {round(PRUNE_SECONDS * 1000)}")
             looked_at, upto, deleted = fetch_one(connection, self._queries("prune"), values, prepare=False)
         if deleted or looked_at < BATCH:
             self._looked_upto.pop(key, None)

@@ -19,6 +19,7 @@ from eventsql_orchestration.model import Retention
 from eventsql_orchestration.publishing import log_room
 from eventsql_orchestration.queue import Queue
 from eventsql_orchestration.storage import segments
+from tests.fixtures import Sessions
 from tests.growth import Round, grown, let_a_month_pass
 
 EVENTS = 60
@@ -191,6 +192,17 @@ def test_a_claim_that_another_transaction_has_locked_is_passed_over(platform: Ev
         connection.execute("SELECT FROM eventsql.consumer_claim WHERE eql_upto = 2 FOR UPDATE")
         assert pruning.prune(key) == 2
     assert pruning.prune(key) == 1
+
+
+def test_pruning_that_has_to_wait_keeps_its_claim_waiting_for_seconds_at_most(
+    platform: EventSQL, sessions: Sessions, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claim_pruning, "PRUNE_SECONDS", 0.05)
+    caplog.set_level("INFO")
+    sessions().execute("LOCK TABLE eventsql.consumer_claim IN EXCLUSIVE MODE")
+    pruning, key = claim_pruning.ClaimPruning(platform.database), ConsumerPartition("orders", "sums", 0)
+    pruning.made(key, claim_pruning.EVERY)
+    assert "are kept for now" in caplog.text
 
 
 def test_pruning_begins_anew_where_it_has_deleted_claims(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:

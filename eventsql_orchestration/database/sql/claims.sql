@@ -33,7 +33,7 @@ WITH looked_at AS MATERIALIZED (
       AND c.eql_id <> (
           SELECT eql_id FROM {schema}.consumer_claim
           WHERE eql_topic = %(topic)s AND eql_consumer = %(consumer)s AND eql_partition = %(partition)s
-          ORDER BY eql_upto DESC, eql_id DESC
+          ORDER BY eql_upto DESC
           LIMIT 1
       )
     FOR UPDATE OF c SKIP LOCKED
