@@ -445,6 +445,7 @@ def test_the_connection_of_a_commit_may_be_set_up_in_any_way(
     claimed = claim(platform)
     mine: Any
     with psycopg.connect(dsn, cursor_factory=cursor, row_factory=dict_row) as mine:
+        mine.execute("SET datestyle TO 'SQL, DMY'")
         platform.claims.check(mine, claimed)
         platform.claims.commit(mine, claimed)
     assert offset(platform) == claimed.range.upto
