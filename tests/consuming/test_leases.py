@@ -13,6 +13,7 @@ import pytest
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.consumer import ConsumerState, EventFilter
 from eventsql_orchestration.consuming import claims, failures, worker_pool
+from eventsql_orchestration.consuming.batch import BatchResult
 from eventsql_orchestration.consuming.cancellation import Cancellation
 from eventsql_orchestration.consuming.claims import Claim, Claims, NoClaim
 from eventsql_orchestration.consuming.leases import Lease, LeasedPolls
@@ -330,6 +331,22 @@ def test_a_handler_names_the_event_that_failed_and_those_before_it_are_done(
     # The last attempt makes a dead letter of the event.
     assert seen.batches == [ids, *[[ids[2]]] * (max_attempts - 1), ids[3:]]
     assert state(platform).consumed_events == 5
+
+
+def test_a_poll_tells_how_many_events_were_done_and_which_failed(platform: EventSQL) -> None:
+    ids = fill(platform, 4)
+
+    def fail(events: Sequence[Event], _lease: Lease) -> None:
+        if events[-1].id == ids[3]:
+            raise ConsumptionError(events[-1]) from ValueError("no such account")
+
+    polls = LeasedPolls(platform.database, platform.claims, fail, PollOptions.of(max_events=2), lease=3_600.0)
+    key = ConsumerPartition("payments", "mailer", NOT_PARTITIONED)
+    done, failed = (polls.poll(key, Cancellation()).result for _ in range(2))
+    assert done == BatchResult(2, ids[1])
+    assert failed is not None
+    assert failed.failure is not None
+    assert (failed.consumed, failed.offset, failed.failure.event_id) == (1, ids[2], ids[3])
 
 
 def test_a_failed_event_that_is_named_in_the_transaction_takes_no_effects_of_earlier_events_along(
