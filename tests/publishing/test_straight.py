@@ -80,7 +80,9 @@ def hold(sessions: Sessions) -> Callable[[], Connection]:
 
 def test_a_batch_is_in_the_log_when_publish_returns_without_a_transfer(platform: EventSQL) -> None:
     assert platform.publisher.publish_all(batch("a")) == MANY
-    check_order(platform.reader.read("orders"), [f"a.{number}" for number in range(MANY)])
+    events = platform.reader.read("orders")
+    check_order(events, [f"a.{number}" for number in range(MANY)])
+    assert [event.id for event in events] == list(range(1, MANY + 1))
     assert platform.buffered() == {}
 
 
