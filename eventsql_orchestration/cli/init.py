@@ -187,9 +187,12 @@ def init(
         raise ConfigurationError(
             f"nothing was written: name a new directory, because this one has {', '.join(existing)}"
         )
-    for file, text in files.items():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
+    try:
+        for file, text in files.items():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"project {root} cannot be written: {error.filename}: {error.strerror}") from error
 
     go = "" if root.resolve() == Path.cwd() else f"cd {shlex.quote(str(root))} && "
     say(f"made project {names['project']!r} in {root.resolve()}: run it with `{go}eventsql dev`")

@@ -54,6 +54,13 @@ def test_no_file_is_overwritten(invoke: Run, directory: Path) -> None:
     assert refused.stderr.endswith("this one has README.md\n")
 
 
+def test_a_directory_that_cannot_be_made_is_named(invoke: Run, directory: Path) -> None:
+    (directory / "README.md").write_text("mine")
+    refused = invoke("init", "README.md/shop")
+    assert (refused.exit_code, written(directory)) == (2, {"README.md"})
+    assert refused.stderr == "eventsql: project README.md/shop cannot be written: README.md/shop: Not a directory\n"
+
+
 @pytest.mark.parametrize("name", ["2nd-shop", "class", "json", "dagster", "-"])
 def test_a_name_that_is_no_free_module_name_is_refused(invoke: Run, directory: Path, name: str) -> None:
     refused = invoke("init", f"--name={name}")
