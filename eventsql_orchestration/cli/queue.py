@@ -403,4 +403,5 @@ def work(
     check_command(handler)
     with context.platform() as platform:
         working = work_off(_existing(platform, name), handler, workers=workers, drain=drain)
-        say(f"{counted(working.handled, 'message')} of queue {name!r} handled, {working.failed} failed")
+        handled, failed = counted(working.handled, "message"), counted(working.failed, "receive")
+        say(f"{handled} of queue {name!r} handled, {failed} failed")
