@@ -150,10 +150,7 @@ class Registry:
         had, wanted = _partitions(existing.partitions), _partitions(topic.partitions)
         remedy = "register another topic"
         if existing.partitioned and topic.partitioned:
-            remedy = (
-                f"register it with {existing.partitions}, or change the topic with `eventsql topic alter {topic.name} "
-                f"--partitions {topic.partitions}`"
-            )
+            remedy = f"change the topic with `eventsql topic alter {topic.name} --partitions {topic.partitions}`"
 
         lock_topic(connection, topic.name)
         consumers = connection.scalar(select(func.count(_c.eql_name.distinct())).where(_c.eql_topic == topic.name))
@@ -164,7 +161,8 @@ class Registry:
             return False
         if reason is not None:
             raise RedefinitionError(
-                f"topic {topic.name!r} has {had} and cannot get {wanted}, because it has {reason}: {remedy}"
+                f"topic {topic.name!r} has {had} and cannot get {wanted}, because it has {reason}: "
+                f"register it with {had}, or {remedy}"
             )
         # The ids of its log begin anew, so it is another log.
         for kept_by in (tables.topic_layout, tables.shard_fence):

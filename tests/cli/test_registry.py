@@ -211,6 +211,7 @@ def test_a_topic_does_not_lose_its_partitions_with_its_events(run: Run, platform
     refused = run("topic", "alter", topic, "--partitions", -1)
     assert refused.exit_code == 1
     assert "cannot get no partitions, because it has events" in refused.stderr
+    assert "register it with 2 partitions, or register another topic" in run("topic", "create", topic).stderr
     assert platform.registry.topic(topic) == Topic(topic, 2)
     platform.registry.register_topic(Topic("whole")).register_consumer(Consumer("whole", "mailer"))
     assert "because it has 1 consumer, whose offsets" in run("topic", "alter", "whole", "--partitions", 2).stderr
