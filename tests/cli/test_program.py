@@ -121,7 +121,7 @@ def test_an_embedded_server_that_cannot_start_says_why_it_is_used(invoke: Run, d
     (directory / "file").write_text("")
     result = invoke("--home", "file/home", "topic", "list")
     assert result.exit_code == 1
-    assert one_line(result).startswith("no --dsn, EVENTSQL_DSN or eventsql.toml names a database, and the embedded server of ")
+    assert "eventsql.toml names a database, and the embedded server of " in one_line(result)
 
 
 def test_a_missing_embedded_server_says_why_it_is_used(invoke: Run, monkeypatch: pytest.MonkeyPatch) -> None:
