@@ -9,7 +9,7 @@ from typing import Final, Unpack
 import dagster as dg
 
 from eventsql_orchestration import Topic
-from eventsql_orchestration.consuming.handlers import check_returned, check_runs
+from eventsql_orchestration.consuming.handlers import check_handler, check_returned
 from eventsql_orchestration.dagster.backfills.assets import build_backfill
 from eventsql_orchestration.dagster.consumers.definition import ConsumerDefinition, check_distinct
 from eventsql_orchestration.dagster.consumers.options import LagLimits
@@ -261,12 +261,12 @@ def build_register_job(
     With `dead_letters`, the job also creates the dead letter topic of each consumer's topic: as it is declared, or
     without partitions. It calls `prepare(shard)` after it creates the topics and before it creates the consumers, so
     before anything is consumed. `prepare` must be repeatable. Raises `ValidationError` as `build_definitions` does, and
-    for an asynchronous `prepare`.
+    for a `prepare` that cannot be called in this way.
     """
     check_distinct(consumers)
     queues_of(workers)
     if prepare is not None:
-        check_runs(prepare)
+        check_handler(prepare, "shard")
     declared = _declared(consumers, topics, workers)
     names = {topic.name for topic in declared}
     letters = [each for each in dead_letter_topics(consumers) if dead_letters and each.name not in names]

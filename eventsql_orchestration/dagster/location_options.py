@@ -16,7 +16,7 @@ from eventsql_orchestration.dagster.monitoring.topic_page import DEFAULT_SAMPLE,
 from eventsql_orchestration.dagster.queues.assets import WorkerDefinition
 from eventsql_orchestration.dagster.resources import EventSQLResource
 from eventsql_orchestration.dagster.translator import EventSQLTranslator
-from eventsql_orchestration.validation import check_several
+from eventsql_orchestration.validation import check_kind, check_several
 
 Prepare: TypeAlias = Callable[[Shard], object]
 """Prepares the targets of consumers, for example their tables. Each registration calls it again, once for each shard or
@@ -76,6 +76,7 @@ class LocationOptions:
     def __post_init__(self) -> None:
         for name in ("topics", "assets", "workers"):
             check_several(name, getattr(self, name), Collection)
+        check_kind("eventsql", self.eventsql, EventSQLResource | None)
 
 
 class LocationFields(TypedDict, total=False):

@@ -23,6 +23,7 @@ from eventsql_orchestration.errors import (
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, Topic, check_topic_name
 from eventsql_orchestration.orchestration.shards import shards_of
 from eventsql_orchestration.storage.reading import LogReader
+from eventsql_orchestration.validation import check_kind
 
 TOPIC_PREFIX: Final = "topic"
 TABLE_PREFIX: Final = "table"
@@ -99,6 +100,7 @@ def topic_asset(
     `freshness` is the time without an event after which the topic is stale; a sensor reports the events to Dagster
     (`topic_observations`). A `translator` may change everything except the key.
     """
+    check_kind("topic", topic, Topic)
     spec = dg.AssetSpec(
         key=topic_key(topic.name),
         deps=list(deps),

@@ -211,11 +211,20 @@ def test_consumers_that_would_take_one_anothers_place_are_refused(
         lambda: build_queue_sensor([], checks=(each for each in [])),  # type: ignore[arg-type,var-annotated]
         lambda: range_asset(topic=TOPIC, consumer="c", options={}),  # type: ignore[arg-type]
         lambda: worker_asset(queue="mails", options={}),  # type: ignore[arg-type]
+        lambda: topic_asset("rides"),  # type: ignore[arg-type]
+        lambda: build_definitions([], eventsql="postgresql://host/app"),  # type: ignore[arg-type]
+        lambda: build_definitions([], prepare=lambda: None),  # type: ignore[arg-type,misc]
     ],
 )
 def test_an_impossible_part_of_a_location_is_refused_when_it_is_defined(build: Callable[[], object]) -> None:
     with pytest.raises(ValidationError):
         build()
+
+
+@pytest.mark.parametrize("asset", [consumer_asset, range_asset])
+def test_a_partitioned_consumer_needs_a_partitioned_topic(asset: Callable[..., object]) -> None:
+    with pytest.raises(ValidationError, match="leave out partitioned=True"):
+        asset(topic=Topic("rides"), consumer="c", partitioned=True)
 
 
 def test_a_refusal_tells_two_classes_of_one_name_apart() -> None:

@@ -194,6 +194,11 @@ class _Declared:
         check_kind("options", self.options, AssetOptions)
         check_kind("ticks", self.ticks, TickOptions)
         starting_at(self.start)
+        if self.consumer.partitioned and not self.topic.partitioned:
+            raise ValidationError(
+                f"consumer {self.consumer.name!r} cannot be partitioned: topic {self.topic.name!r} is not partitioned; "
+                f"leave out partitioned=True, or declare partitions, as in Topic({self.topic.name!r}, partitions=4)"
+            )
         self.options.check_retries(self.limits.lease)
 
     def define(self, user: UserFunction, make_consume: MakeConsume) -> ConsumerDefinition:
