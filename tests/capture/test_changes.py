@@ -11,7 +11,7 @@ import pytest
 from eventsql_orchestration import Consumer, EventSQL, Topic
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.topics.partitioner import partition_of_key
-from tests.capture.replay import differences, events
+from tests.capture.replay import differences, events, replayed
 from tests.fixtures import Sessions
 
 
@@ -412,6 +412,48 @@ def test_a_transaction_that_began_before_the_capture_must_begin_anew(
         writer.execute("INSERT INTO orders VALUES (1, 'new')")
     writer.rollback()
     writer.execute("INSERT INTO orders VALUES (1, 'new')")
+    writer.commit()
+    assert differences(session, "orders", "id::text") == []
+
+
+@pytest.mark.parametrize(
+    ("change", "write"),
+    [
+        ("ADD COLUMN note text", "UPDATE orders SET note = 'urgent'"),
+        ("DROP COLUMN amount", "UPDATE orders SET status = 'paid'"),
+        ("RENAME COLUMN amount TO total", "UPDATE orders SET status = 'paid'"),
+        ("RENAME COLUMN id TO number", "UPDATE orders SET status = 'paid'"),
+    ],
+)
+def test_a_transaction_with_an_older_definition_of_the_table_must_begin_anew(
+    orders: EventSQL, sessions: Sessions, session: Connection, change: str, write: str
+) -> None:
+    session.execute("INSERT INTO orders VALUES (1, 'new', NULL)")
+    writer = sessions()
+    writer.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+    writer.execute("SELECT 1")
+    session.execute(f"ALTER TABLE orders {change}".encode())
+    with pytest.raises(psycopg.errors.SerializationFailure):
+        writer.execute(write.encode())
+    writer.rollback()
+    writer.execute(write.encode())
+    writer.commit()
+    assert [*replayed(events(session)).values()] == [
+        row for (row,) in session.execute("SELECT row_to_json(o) FROM orders o").fetchall()
+    ]
+
+
+def test_a_transaction_goes_on_after_a_change_of_the_table_that_was_rolled_back(
+    orders: EventSQL, sessions: Sessions, session: Connection
+) -> None:
+    writer, other = sessions(), sessions()
+    writer.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+    writer.execute("SELECT 1")
+    other.execute("ALTER TABLE orders ADD COLUMN note text, DROP COLUMN amount")
+    other.rollback()
+    writer.execute("INSERT INTO orders VALUES (1, 'new', 1)")
+    writer.execute("ALTER TABLE orders ADD COLUMN note text DEFAULT 'none'")
+    writer.execute("UPDATE orders SET status = 'paid'")
     writer.commit()
     assert differences(session, "orders", "id::text") == []
 

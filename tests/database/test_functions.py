@@ -22,7 +22,7 @@ REVISIONS = {path.name: path.read_text() for path in Path(migrations.__file__).p
 
 NEWEST = {
     "capture": ("0070", "3e175cc7004af46a"),
-    "capture_changes": ("0070", "d0c47ae569d94de7"),
+    "capture_changes": ("0073", "c0aa5c135cf0c609"),
     "consuming": ("0063", "bdf389b297ce5d3c"),
     "guards": ("0008", "ac9067bf381c0192"),
     "layouts": ("0063", "d80ef76fba92bdcf"),

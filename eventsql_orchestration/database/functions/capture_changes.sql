@@ -38,7 +38,9 @@ DECLARE
     new_rows text;
     of_old text;
     of_new text;
-    own text;
+    status text;
+    altered boolean;
+    own text := '';
     changed text;
     rows refcursor;
     change record;
@@ -89,6 +91,26 @@ BEGIN
         RETURN NULL;
     END IF;
 
+    IF current_setting('transaction_isolation') <> 'read committed' THEN
+        -- xmin and xmax have the last 32 bits of a number of 64.
+        status := format(
+            'pg_xact_status((%1$s + ((%%s::text::bigint - %1$s + 2147483648) & 4294967295) - 2147483648)::text::xid8)',
+            pg_current_xact_id()
+        );
+        -- This function reads the table's columns as of the snapshot. The statement has those that the table has now.
+        EXECUTE format(
+            'SELECT EXISTS (SELECT FROM ('
+            'SELECT xmax FROM pg_class WHERE oid = $1 UNION ALL SELECT xmax FROM pg_attribute WHERE attrelid = $1'
+            ') rows WHERE xmax <> ''0'' AND %s = ''committed'')', format(status, 'xmax')
+        ) INTO altered USING TG_RELID;
+        IF altered THEN
+            RAISE EXCEPTION 'could not serialize access: table % was altered after this transaction began', source.name
+                USING ERRCODE = 'serialization_failure', HINT = 'Try the transaction again.';
+        END IF;
+        -- A row that another transaction deleted since the snapshot is still visible. This transaction wrote the row
+        -- that has its key now: of the transactions whose rows are visible, only this one is in progress.
+        own := format(' AND %s = ''in progress''', format(status, 'c.xmin'));
+    END IF;
     part := {schema}.capture_columns(captured, TG_RELID);
     IF NOT pg_has_role((SELECT relowner FROM pg_class WHERE oid = TG_RELID), current_user, 'MEMBER') THEN
         part.missing := format('its owner is not a member of role %I', current_user);
@@ -100,17 +122,8 @@ BEGIN
                       CASE WHEN strpos(captured.eql_table, '"') = 0 THEN captured.eql_table
                       ELSE '''' || replace(captured.eql_table, '''', '''"''"''') || '''' END, captured.eql_topic);
     END IF;
-    IF current_setting('transaction_isolation') <> 'read committed' THEN
-        -- A row that another transaction deleted since the snapshot is still visible. This transaction wrote the row
-        -- that has its key now: of the transactions whose rows are visible, only this one is in progress. xmin has the
-        -- last 32 bits of a number of 64.
-        own := format(
-            ' AND pg_xact_status((%1$s + ((c.xmin::text::bigint - %1$s + 2147483648) & 4294967295) - 2147483648)'
-            '::text::xid8) = ''in progress''', pg_current_xact_id()
-        );
-        part.old_is_current := part.old_is_current || own;
-        part.new_is_current := part.new_is_current || own;
-    END IF;
+    part.old_is_current := part.old_is_current || own;
+    part.new_is_current := part.new_is_current || own;
     -- Rows whose key is new.
     new_rows := CASE WHEN TG_OP = 'INSERT' THEN 'new_rows n' ELSE format(
         '(SELECT * FROM new_rows n WHERE NOT EXISTS (SELECT FROM old_rows o WHERE %s) OFFSET 0) n', part.old_is_new
