@@ -22,7 +22,7 @@ from eventsql_orchestration.dagster import write_instance
 from eventsql_orchestration.dagster.consumers.reexecution import RETRY_NUMBER_TAG
 from eventsql_orchestration.dagster.launcher.worker import Worker
 from eventsql_orchestration.dagster.local.instance import STORAGE_VARIABLE
-from eventsql_orchestration.dagster.tags import BACKFILL_OF_TAG, CONSUMER_TAG, REPLAY_TAG
+from eventsql_orchestration.dagster.tags import BACKFILL_OF_TAG, CONSUMER_TAG, REPLAY_TAG, SHARED_TAG
 from eventsql_orchestration.orchestration.backfills.registry import Backfills
 from eventsql_orchestration.orchestration.backfills.windows import ReplayRange
 from eventsql_orchestration.orchestration.owners import owner_of_run
@@ -109,7 +109,11 @@ class Paused:
 
     def runs(self, window: str) -> Sequence[dg.DagsterRun]:
         """All runs of a window's consumer, the latest first."""
-        tags = {BACKFILL_OF_TAG: f"orders/{window}"} if window == windows.REPLAYED else {CONSUMER_TAG: window}
+        tags = {
+            windows.REPLAYED: {BACKFILL_OF_TAG: f"orders/{window}"},
+            # A shared run has the name of the consumer that a tick claimed for, which is either of the two.
+            windows.SHARED: {SHARED_TAG: "true"},
+        }.get(window, {CONSUMER_TAG: window})
         return self.bench.instance.get_runs(dg.RunsFilter(tags=tags))
 
 
