@@ -9,13 +9,14 @@ import json
 import os
 import signal
 import sys
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 from pyspark.sql import DataFrame, SparkSession
 
 from eventsql_orchestration.dagster.io import spark_progress as module
-from eventsql_orchestration.dagster.io.spark_progress import spark_progress
+from eventsql_orchestration.dagster.io.spark_progress import SparkProgress, spark_progress
 from eventsql_orchestration.spark import FORMAT, eventsql_error
 from tests.spark.streams import run_to_end
 from tests.waiting import wait_until
@@ -83,10 +84,14 @@ def fail(spark: SparkSession) -> str:
     def interrupt(*_: object) -> None:
         raise InterruptedError
 
+    def interrupt_begun(progress: SparkProgress) -> None:
+        wait_until(progress.stages, "the server has begun the query")
+        os.kill(os.getpid(), signal.SIGALRM)
+
     signal.signal(signal.SIGALRM, interrupt)
     try:
         with spark_progress(_context([]), spark, every=0.05) as progress:
-            signal.setitimer(signal.ITIMER_REAL, 3.0)
+            threading.Thread(target=interrupt_begun, args=[progress], daemon=True).start()
             spark.range(10**15).selectExpr("max(id % 7)").collect()
     except InterruptedError:
         wait_until(lambda: all(stage.status != "ACTIVE" for stage in progress.stages()), "the server ends the query")
