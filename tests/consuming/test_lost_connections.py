@@ -31,6 +31,7 @@ from eventsql_orchestration.errors import DatabaseFullError, DatabaseUnavailable
 from eventsql_orchestration.queue import Queue
 from eventsql_orchestration.storage.reading import LogReader
 from eventsql_orchestration.store import subscription
+from tests.consuming.conftest import Halt
 from tests.effects import DISK_IS_FULL, effects, fail_and_close, make_table, stand_still, take_too_long, write
 from tests.fixtures import Terminate, Until
 from tests.relay import relayed
@@ -125,6 +126,22 @@ def test_an_event_whose_handler_ends_its_connection_fails_alone_and_names_the_ca
     assert effects(platform) == OTHERS
     (reason,) = reasons(platform)
     assert cause in reason
+
+
+def test_a_batch_that_takes_too_long_is_followed_by_half_of_its_events(platform: EventSQL) -> None:
+    sizes: list[int] = []
+
+    def handle(events: Sequence[Event], connection: Connection) -> None:
+        sizes.append(len(events))
+        if len(events) > 5:
+            take_too_long(connection)
+
+    # On a busy machine, the driver does not hear the reason in each of the tries.
+    while not state_of(platform).last_event_id:
+        with suppress(DatabaseUnavailableError):
+            platform.consumers.consume_once("orders", "mailer", handle)
+    assert set(sizes[:-1]) == {10}
+    assert (sizes[-1], state_of(platform).last_event_id) == (5, 5)
 
 
 def test_a_lost_connection_of_an_event_that_others_have_handled_meanwhile_is_no_failure_of_the_next(
@@ -228,6 +245,30 @@ def test_a_full_disk_is_no_failure_of_an_event_whose_handler_closes_its_connecti
     with pytest.raises(DatabaseFullError):
         platform.consumers.consume_once("orders", "mailer", fill_the_disk)
     assert (state_of(platform).failed_event_id, state_of(platform).attempts) == (None, 0)
+
+
+def test_an_exit_that_closes_the_connection_of_its_handler_ends_the_program_and_fails_no_event(
+    platform: EventSQL,
+) -> None:
+    def leave(connection: Connection) -> None:
+        with connection:
+            raise SystemExit
+
+    with pytest.raises(SystemExit):
+        platform.consumers.consume_once("orders", "mailer", Losing(leave))
+    assert (state_of(platform).last_event_id, state_of(platform).attempts) == (0, 0)
+
+
+def test_a_connection_that_a_stop_has_ended_is_not_reported_as_lost(
+    platform: EventSQL, halt: Halt, caplog: pytest.LogCaptureFixture
+) -> None:
+    consumption = platform.consumers.start_batch("orders", "mailer", Losing(halt), polling_delay=0.02)
+    halt.await_reached()
+    assert not consumption.stop(timeout=0.01)
+    halt.end()
+    assert consumption.stop(timeout=60)
+    assert "lost its connection" not in caplog.text
+    assert state_of(platform).last_event_id == 0
 
 
 def test_an_event_that_takes_the_server_down_has_failed_when_the_server_is_back(
