@@ -36,16 +36,17 @@ def of_partition(platform: EventSQL, partition: int) -> list[int]:
     return [event.id for event in platform.reader.read("orders") if event.partition == partition]
 
 
+@pytest.mark.parametrize("partition", [0, 1])
 @pytest.mark.parametrize("limit", [1, 100, 10_000])
 def test_each_range_has_the_events_that_a_read_of_all_partitions_finds(
-    platform: EventSQL, session: psycopg.Connection, limit: int
+    platform: EventSQL, session: psycopg.Connection, limit: int, partition: int
 ) -> None:
-    own = of_partition(platform, 1)
+    own = of_partition(platform, partition)
     assert len([each for each in own if each < WINDOW]) > 100 < len([each for each in own if each > 3 * WINDOW])
     for after in BOUNDS:
         for upto in BOUNDS:
             wanted = [each for each in own if after < each <= upto][:limit]
-            assert read(session, partition=1, after=after, upto=upto, limit=limit) == wanted, (after, upto)
+            assert read(session, partition=partition, after=after, upto=upto, limit=limit) == wanted, (after, upto)
 
 
 def test_more_blocks_than_the_first_look_reads(platform: EventSQL, session: psycopg.Connection) -> None:
