@@ -241,6 +241,11 @@ def test_compressed_blocks_count_as_they_are_read_before_a_batch_goes_on(
         assert (rest[0].id, len(rest), more) == (31, 30, True)
         rest, more = reader.read_batch(session, "orders", partition=partition, after=60, upto=80, limit=1_000)
         assert (rest[0].id, len(rest), more) == (61, 20, False)
+    # The blocks of the first look are enough.
+    monkeypatch.setattr(reading, "BATCH_BYTES", 700_000)
+    for partition in (0, NOT_PARTITIONED):
+        events, more = reader.read_batch(session, "orders", partition=partition, after=0, upto=80, limit=1_000)
+        assert (len(events), more) == (20, True)
 
 
 @SEEDS
