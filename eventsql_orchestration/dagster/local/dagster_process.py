@@ -244,7 +244,7 @@ class LocalDagster:
             while (left := self._runs_before(deadline)) and time.monotonic() < deadline:
                 time.sleep(0.05)
             if killed := [run for run in left if TRANSFER_TAG not in run.tags]:
-                self._on_stop(f"killing {_described(killed)}: their work since the last commit is done again later")
+                self._on_stop(f"killing {_described(killed)}: work since the last commit is done again later")
 
     def _runs_before(self, deadline: float) -> list[RunOfWebserver]:
         """The runs under way. Raises `LocalDagsterError` if no answer comes before `deadline`."""
