@@ -78,7 +78,9 @@ def parse(line: bytes) -> object:
     except UnicodeDecodeError as error:
         raise ValueError(f"byte {error.start + 1} is not UTF-8") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg} at column {error.pos + 1}") from None
+        unfinished = error.pos >= len(error.doc.rstrip())
+        hint = ", where the line ends: write each value on one line" if unfinished else ""
+        raise ValueError(f"not JSON: {error.msg} at column {error.pos + 1}{hint}") from None
     except RecursionError:
         raise ValueError("nested too deeply") from None
 

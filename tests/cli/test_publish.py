@@ -257,7 +257,7 @@ def test_the_summary_is_also_there_as_json(run: Run, topic: str) -> None:
 
 
 BAD_LINES = {
-    "not JSON": (b'{"id": 3', "not JSON: "),
+    "a value over several lines": (b"[1,", "not JSON: Expecting value at column 4, where the line ends"),
     "an unquoted word": (b"nonsense", "not JSON: Expecting value at column 1"),
     "two values": (b'{"id":3} {"id":4}', "not JSON: Extra data at column 10"),
     "NaN": (b'{"id": NaN}', "NaN is not a JSON value"),
