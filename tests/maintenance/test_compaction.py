@@ -18,7 +18,7 @@ from eventsql_orchestration import Event, EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import DatabaseBusyError, DatabaseError, RegistryError
 from eventsql_orchestration.maintenance import compaction
-from eventsql_orchestration.model import OffsetRange
+from eventsql_orchestration.model import NOT_PARTITIONED, OffsetRange
 from eventsql_orchestration.publishing import log_room
 from eventsql_orchestration.storage import compacting, copy_out, exchanging, log_form, log_table, reading, segments
 from eventsql_orchestration.storage.erasing import try_change
@@ -121,6 +121,19 @@ def test_readers_of_any_batch_size_see_each_event_once_and_in_order_while_it_is_
     assert compacted is not None
     assert compacted.blocks == 90
     assert content(found) == whole
+
+
+def test_a_batch_does_not_end_where_ids_are_missing(single: EventSQL, session: Connection) -> None:
+    session.execute("SELECT setval('eventsql.orders_block_eql_id_seq', 150)")
+    publish_singly(single, 50, partitions=single.registry.topic("orders").partitions)
+    single.compactor.execute("orders")
+    whole = [event.id for event in single.reader.read("orders")]
+    reader = reading.LogReader(SCHEMA)
+    for after in (85, 95, 99):
+        events, more = reader.read_batch(
+            session, "orders", partition=NOT_PARTITIONED, after=after, upto=reading.MAX_OFFSET, limit=20
+        )
+        assert ([event.id for event in events], more) == (whole[after : after + 20], True)
 
 
 def test_a_range_within_the_gaps_of_many_blocks_has_its_events(
