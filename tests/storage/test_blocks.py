@@ -224,6 +224,19 @@ def test_a_value_counts_with_the_bytes_that_it_has_when_it_is_read(
         assert (len(events), more) == (2, True)
 
 
+def test_events_are_found_by_their_ids_though_the_events_between_them_end_batches(
+    platform: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform.registry.register_topic(Topic("orders", 1, storage="blocks"))
+    for _ in range(6):
+        platform.publisher.publish_all([Publication("orders", b"v" * 1_000)] * 10)
+        platform.transfer.run_once()
+    monkeypatch.setattr(reading, "BATCH_BYTES", 15_000)
+    ids = list(range(1, 60, 9))
+    for partition in (0, NOT_PARTITIONED):
+        assert [event.id for event in reader.read_ids(session, "orders", ids, partition=partition)] == ids
+
+
 def test_compressed_blocks_count_as_they_are_read_before_a_batch_goes_on(
     platform: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
