@@ -319,7 +319,8 @@ class MessageQueue:
         One call takes 1,000 keys at most, and needs all shards. A message stays if a transaction receives or
         acknowledges it at that moment, or if it is sent or redriven meanwhile: `count_of_keys` counts these messages,
         and another call deletes them. Deduplication ids stay until their window ends. Raises `QueueNotFoundError`,
-        and `PermissionDeniedError` if the role does not own the archive.
+        `PermissionDeniedError` if the role is not the admin, and `DatabaseBusyError` if a transaction that acknowledges
+        messages of these keys does not end for 10 s.
         """
         return self._of_keys(QueueUpkeep.erase, keys)
 

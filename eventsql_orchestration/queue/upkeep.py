@@ -28,11 +28,12 @@ PURGED_AT_ONCE: Final = 10_000
 """Messages that one transaction deletes or moves."""
 
 WAIT_SECONDS: Final = 0.5
-"""The most seconds for which one attempt to delete a queue makes all queues wait for each lock. This is shorter than
-the server's `deadlock_timeout`, so that the deletion gives way, and not a sender or receiver that waits for it."""
+"""The most seconds for which one attempt to delete a queue, or messages of keys, waits for each lock and keeps others
+waiting. This is shorter than the server's `deadlock_timeout`, so that the deletion gives way, and not a sender or
+receiver that waits for it."""
 
 RETRY_SECONDS: Final = 10.0
-"""Seconds for which the deletion of a queue is tried."""
+"""Seconds for which such a deletion is tried."""
 
 
 class QueueUpkeep:
@@ -76,26 +77,33 @@ class QueueUpkeep:
 
     def count_of_keys(self, keys: Collection[str]) -> ErasedMessages:
         values = {"queue": self._table.id(), "keys": list(keys)}
-        with self._database.connection() as connection:
+        with self._database.by_admin(), self._database.connection() as connection:
             return ErasedMessages(*fetch_one(connection, self._queries("count_of_keys"), values, prepare=False))
 
     def erase(self, keys: Collection[str]) -> ErasedMessages:
         """Delete messages of keys, in transactions of 10,000, and then the archived messages."""
         self.count_of_keys(keys)  # raises, before a message is deleted, for a role that may not read the archive
         values = {"queue": self._table.id(), "keys": list(keys), "limit": PURGED_AT_ONCE}
+
+        def attempt() -> ErasedMessages | None:
+            with self._database.transaction() as connection:
+                wait_at_most(connection, WAIT_SECONDS)
+                messages, dead_letters, queues = fetch_one(connection, self._queries("erase"), values, prepare=False)
+                for queue in queues or ():
+                    # A message that a transaction holds stays. It may have waited behind a deleted message.
+                    connection.execute(self._queries("promote"), {**values, "queue": queue}, prepare=False)
+            return None if queues is None else ErasedMessages(messages, dead_letters, 0)
+
+        def message(error: DatabaseBusyError) -> str:
+            return (
+                f"queue {self._table.name!r} may keep messages of these keys: transactions that acknowledge messages "
+                f"do not end ({error.message}): erase them again later"
+            )
+
         erased = ErasedMessages(0, 0, 0)
+        while (deleted := while_busy(attempt, seconds=RETRY_SECONDS, message=message)) is not None:
+            erased += deleted
         with self._database.connection() as connection:
-            while True:
-                with connection.transaction():
-                    messages, dead_letters, queues = fetch_one(
-                        connection, self._queries("erase"), values, prepare=False
-                    )
-                    for queue in queues or ():
-                        # A message that a transaction holds stays. It may have waited behind a deleted message.
-                        connection.execute(self._queries("promote"), {**values, "queue": queue}, prepare=False)
-                if queues is None:
-                    break
-                erased += ErasedMessages(messages, dead_letters, 0)
             archived = connection.execute(self._queries("erase_archived"), values, prepare=False).rowcount
         return erased + ErasedMessages(0, 0, archived)
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 
 from eventsql_orchestration.database import Connection, Database
-from eventsql_orchestration.errors import MessageNotFoundError, QueueNotFoundError, ValidationError
+from eventsql_orchestration.errors import DatabaseBusyError, MessageNotFoundError, QueueNotFoundError, ValidationError
 from eventsql_orchestration.queue import ErasedMessages, NewMessage, Queue, upkeep
 from tests.fixtures import Sessions, UntilBlocked
 from tests.queue.test_ordered import bodies
@@ -85,6 +85,36 @@ def test_an_erasure_waits_for_a_transaction_that_brings_a_message_into_sight(
         worker.commit()
         assert erasing.result() == ErasedMessages(2, 0, 0)
     assert ordered.count_of_keys(["a"]) == NOTHING
+
+
+def test_an_erasure_gives_way_to_a_transaction_that_acknowledges_messages_of_several_keys(
+    ordered: Queue, sessions: Sessions, until_blocked: UntilBlocked
+) -> None:
+    ordered.send_all([NewMessage(b"%d" % number, key=key) for key in "ab" for number in range(3)])
+    first, second = ordered.receive(max_messages=2)
+    worker = sessions()
+    worker.execute("SET deadlock_timeout = '1h'")
+    worker.execute("SELECT eventsql.queue_acknowledge('letters', %s, %s)", [first.id, first.receipt])
+    with ThreadPoolExecutor(1) as executor:
+        # It waits for the worker, which then waits for it.
+        erasing = executor.submit(ordered.erase, ["a", "b"])
+        until_blocked()
+        worker.execute("SELECT eventsql.queue_acknowledge('letters', %s, %s)", [second.id, second.receipt])
+        worker.commit()
+        assert erasing.result() == ErasedMessages(4, 0, 0)
+
+
+def test_an_erasure_says_that_transactions_keep_messages_from_it(
+    ordered: Queue, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upkeep, "WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(upkeep, "RETRY_SECONDS", 0.0)
+    ordered.send_all([NewMessage(b"%d" % number, key="a") for number in range(3)])
+    (first,) = ordered.receive()
+    sessions().execute("SELECT eventsql.queue_acknowledge('letters', %s, %s)", [first.id, first.receipt])
+    with pytest.raises(DatabaseBusyError, match="queue 'letters' may keep messages of these keys"):
+        ordered.erase(["a"])
+    assert ordered.count_of_keys(["a"]).messages == 3
 
 
 def test_a_message_that_a_transaction_holds_stays(queue: Queue, database: Database) -> None:

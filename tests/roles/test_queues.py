@@ -141,7 +141,7 @@ def test_only_the_admin_deletes_a_queue(queues: dict[str, Queue], as_: As, role:
 def test_only_the_admin_erases_messages_of_a_key(queues: dict[str, Queue], as_: As) -> None:
     queues["pictures"].send(b"1", key="a")
     for role in ("sender", "worker", "reader"):
-        with pytest.raises(PermissionDeniedError):
+        with pytest.raises(PermissionDeniedError, match="only the admin may do this"):
             Queue(as_(role), "pictures").erase(["a"])
     assert Queue(as_("admin"), "pictures").erase(["a"]).messages == 1
 
