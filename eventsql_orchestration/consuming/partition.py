@@ -10,6 +10,7 @@ from typing import Literal
 import psycopg
 from psycopg import sql
 from psycopg.pq import TransactionStatus
+from psycopg.rows import tuple_row
 
 from eventsql_orchestration.consumer import ConsumerState, EventFilter
 from eventsql_orchestration.database import Connection, Queries
@@ -96,7 +97,10 @@ def lock(connection: Connection, queries: Queries, key: ConsumerPartition, *, wa
 
     None if the consumer does not exist or, with `wait=False`, if another transaction holds the lock.
     """
-    row = fetch_first(connection, queries("await_consumer" if wait else "lock_consumer"), key.parameters())
+    query = queries("await_consumer" if wait else "lock_consumer")
+
+    # A caller's connection may have its own row factory, and a handler's session another style of times.
+    row = connection.cursor(row_factory=tuple_row, binary=True).execute(query, key.parameters()).fetchone()
     if row is None:
         return None
 

@@ -195,6 +195,15 @@ def test_a_batch_whose_offset_moves_under_it_is_rolled_back(platform: EventSQL) 
     assert (effects(platform), offsets(platform, "payments")) == ([], [0])
 
 
+def test_a_handler_may_set_another_style_of_times_in_its_session(platform: EventSQL) -> None:
+    def handle(_events: Sequence[Event], connection: Connection) -> None:
+        connection.execute("SET datestyle TO 'SQL, DMY'")
+
+    for _ in range(2):
+        fill(platform, 1, "payments")
+        assert platform.shards[0].consumers.consume_once("payments", "mailer", handle) == 1
+
+
 def test_a_handler_may_publish_in_its_transaction(platform: EventSQL) -> None:
     fill(platform, 3)
 
