@@ -187,12 +187,13 @@ def init(
         raise ConfigurationError(
             f"nothing was written: name a new directory, because this one has {', '.join(existing)}"
         )
-    try:
-        for file, text in files.items():
+    for file, text in files.items():
+        try:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigurationError(f"project {root} cannot be written: {error.filename}: {error.strerror}") from error
+        except OSError as error:
+            # A failed write names no file.
+            raise ConfigurationError(f"{error.filename or file} cannot be written: {error.strerror}") from error
 
     go = "" if root.resolve() == Path.cwd() else f"cd {shlex.quote(str(root))} && "
     say(f"made project {names['project']!r} in {root.resolve()}: run it with `{go}eventsql dev`")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import errno
+import re
 import tomllib
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -58,7 +61,16 @@ def test_a_directory_that_cannot_be_made_is_named(invoke: Run, directory: Path) 
     (directory / "README.md").write_text("mine")
     refused = invoke("init", "README.md/shop")
     assert (refused.exit_code, written(directory)) == (2, {"README.md"})
-    assert refused.stderr == "eventsql: project README.md/shop cannot be written: README.md/shop: Not a directory\n"
+    assert refused.stderr == "eventsql: README.md/shop cannot be written: Not a directory\n"
+
+
+def test_a_file_that_does_not_fit_on_the_disk_is_named(
+    invoke: Run, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "write_text", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    refused = invoke("init", "shop")
+    assert (refused.exit_code, written(directory)) == (2, set())
+    assert re.fullmatch(r"eventsql: shop/\S+ cannot be written: No space left on device\n", refused.stderr)
 
 
 @pytest.mark.parametrize("name", ["2nd-shop", "class", "json", "dagster", "-"])
