@@ -12,7 +12,7 @@ from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.store.change import RecordedChange, StoreCheckpoint
 from eventsql_orchestration.store.order import Filters, filters
-from eventsql_orchestration.validation import check_name
+from eventsql_orchestration.validation import check_name, check_several
 
 _MAX_IDENTIFIER: Final = 63
 
@@ -40,7 +40,7 @@ class Projection(ABC):
     """
 
     name: ClassVar[str]
-    tables: ClassVar[Sequence[str]]
+    tables: ClassVar[Sequence[str]] = ()
     schema: ClassVar[str] = "public"
     types: ClassVar[Sequence[str] | None] = None
     kinds: ClassVar[Sequence[str] | None] = None
@@ -89,8 +89,9 @@ class CheckedProjection:
         self.projection = projection
         self.name = check_name(f"name of {kind}", getattr(projection, "name", None))
         self.schema = check_name(f"schema of {kind}", projection.schema)
-        self.tables = [check_name(f"a table of {kind}", each) for each in getattr(projection, "tables", ())]
-        if isinstance(projection.tables, str) or not self.tables:
+        check_several(f"tables of {kind}", projection.tables)
+        self.tables = [check_name(f"a table of {kind}", each) for each in projection.tables]
+        if not self.tables:
             raise ValidationError(f"{kind} has no tables: name all that `create` makes, as in tables = ('orders',)")
         self.shadow = f"{installation}_shadow_{self.name}"
         """The schema of its rebuilds. Other installations in the database have other schemas."""

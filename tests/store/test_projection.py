@@ -487,6 +487,16 @@ def test_tables_that_are_not_made_are_named(store: Store) -> None:
         connection.execute("SELECT FROM public.sums")
 
 
+class Tableless(Projection):
+    """A projection that names no tables."""
+
+    name = "tableless"
+
+    def create(self, connection: Connection) -> None: ...
+
+    def apply(self, change: RecordedChange, connection: Connection) -> None: ...
+
+
 def _without(name: str, value: Any) -> Callable[[], Projection]:
     return type("Odd", (Sums,), {name: value})
 
@@ -499,6 +509,7 @@ async def _never_runs(projection: Projection, change: RecordedChange, connection
     [
         _without("name", ""), _without("name", "n" * 60), _without("tables", ()), _without("types", []),
         _without("types", "order"), _without("kinds", "placed"), _without("apply", _never_runs),
+        _without("tables", "sums"), _without("tables", None), Tableless,
     ],
 )  # fmt: skip
 def test_projections_that_cannot_be_used_are_refused(store: Store, make: Callable[[], Projection]) -> None:
