@@ -228,16 +228,17 @@ class Views:
 
     def _retain(self, view: Definition, now: datetime, *, execute: bool) -> Retained | None:
         with self._database.connection() as connection:
-            if not execute:
-                return Retained(view.name, len(self._due(connection, view, now)), busy=0)
-            try:
-                self._make_periods(connection, view, now)
-            except (psycopg.errors.NoDataFound, psycopg.errors.UndefinedTable):
-                # Another process dropped the view meanwhile.
-                return None
+            if execute:
+                try:
+                    self._make_periods(connection, view, now)
+                except (psycopg.errors.NoDataFound, psycopg.errors.UndefinedTable):
+                    # Another process dropped the view meanwhile.
+                    return None
             if view.retention is None:
                 return None
             due = self._due(connection, view, now)
+            if not execute:
+                return Retained(view.name, len(due), busy=0)
             dropped = 0
             # No waiting: it would make writers wait. Any transaction that uses the view holds up the drop.
             while dropped < len(due) and self._drop_partition(connection, due[dropped]):

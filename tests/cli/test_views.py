@@ -218,6 +218,8 @@ def test_sorting_tells_what_it_sorted(run: Run) -> None:
 
 def test_retention_tells_what_it_dropped(run: Run, views: Views) -> None:
     views.declare(Timeline("parcels", retention=timedelta(days=1)))
+    # Other views keep their entries for ever.
+    assert json.loads(run("view", "retain", "--json").stdout) == [{"view": "parcels", "dropped": 1, "busy": 0}]
     assert "view 'parcels': 1 partition dropped" in run("view", "retain", "--execute").stderr
     assert json.loads(run("view", "retain", "--execute", "--json").stdout) == [
         {"view": "parcels", "dropped": 0, "busy": 0}
