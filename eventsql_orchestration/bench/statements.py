@@ -13,11 +13,12 @@ from psycopg._connection_base import BaseConnection
 
 from eventsql_orchestration.database.single_statement import SingleStatement
 
-# `_exec_command` is private. psycopg sends BEGIN, COMMIT and savepoints only through it, and they are statements.
+# `_exec_command` and `_run` are private. psycopg sends BEGIN, COMMIT and savepoints only through the first, and they
+# are statements. Each method of a single statement calls the second.
 _SENDERS: Final = (
     *((psycopg.Cursor, name) for name in ("execute", "executemany", "stream", "copy")),
     (BaseConnection, "_exec_command"),
-    (SingleStatement, "execute"),
+    (SingleStatement, "_run"),
 )
 
 

@@ -14,6 +14,7 @@ from typing import Literal
 import psutil
 import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
 import pytest
+from psycopg.sql import SQL
 
 from eventsql_orchestration import EventSQL, Topic
 from eventsql_orchestration.bench import machine, processes, roles, workload
@@ -34,6 +35,7 @@ from eventsql_orchestration.bench.store import Store
 from eventsql_orchestration.bench.stream import Stream
 from eventsql_orchestration.bench.table import BENCHMARKS, All
 from eventsql_orchestration.database import Database
+from eventsql_orchestration.database.single_statement import SingleStatement
 from eventsql_orchestration.errors import BenchmarkError
 from eventsql_orchestration.queue import Queue
 from eventsql_orchestration.spark.commit_protocol import Publications
@@ -131,6 +133,17 @@ def test_statements_are_counted_with_the_begin_and_commit_around_them(database: 
     with database.connection() as connection:
         connection.execute("SELECT 1")
     assert statements.sent == 4
+
+
+def test_statements_below_the_cursors_of_the_driver_are_counted_however_their_rows_are_read(database: Database) -> None:
+    change, look = SingleStatement("change", SQL("SET lock_timeout TO 0")), SingleStatement("look", SQL("SELECT 1"))
+    with database.connection() as connection:
+        connection.execute("SELECT 1")
+    with counted() as statements:
+        database.execute(change, {})
+        database.fetch(look, {})
+        database.fetch_values(look, {})
+    assert statements.sent == 3
 
 
 def test_rates_of_events_have_their_part_of_the_raw_copy_rate(session: Session) -> None:
