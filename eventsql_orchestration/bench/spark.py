@@ -230,7 +230,7 @@ class Sides:
                 "key",
                 f"cast({_VALUE} AS binary) AS value",
                 f"'{self.target}' AS topic",
-                "cast(id % 10 AS int) AS partition",
+                f"cast(id % {self.sizes.partitions} AS int) AS partition",
             )
         )
 

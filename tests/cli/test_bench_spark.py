@@ -44,7 +44,8 @@ def test_a_jar_that_is_no_driver_ends_it_and_leaves_nothing(run: Run, platform: 
 @needs_the_driver
 @pytest.mark.usefixtures("password_for_java")
 def test_reading_and_writing_are_measured_beside_spark_s_jdbc_source(run: Run, platform: EventSQL) -> None:
-    result = run("bench", "spark", "--events", 2_000, "--raw-events", 100, "--tasks", 2, "--rounds", 2, "--json")
+    sizes = ("--events", 2_000, "--raw-events", 100, "--tasks", 2, "--rounds", 2, "--partitions", 3)
+    result = run("bench", "spark", *sizes, "--json")
     assert result.exit_code == 0, result.stderr
     *figures, environment = json.loads(result.stdout)
     values = {figure["name"]: figure["value"] for figure in figures}
