@@ -54,6 +54,8 @@ def parse_dsn(dsn: str) -> URL:
     Raises `ConfigurationError`, without any part of the URL in it, for anything but a PostgreSQL URL with options that
     libpq knows.
     """
+    # A URL that was read from a file ends with the end of a line.
+    dsn = dsn.strip()
     if re.search(r"\s\w[\w+]*://", dsn):
         # The second URL would be a part of the first, and errors would repeat its password.
         raise ConfigurationError("several database URLs are given: give one")

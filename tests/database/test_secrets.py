@@ -242,6 +242,11 @@ def test_a_url_of_several_hosts_shows_them_all_and_no_password() -> None:
     assert parse_dsn("postgresql://[::1]:1/db").host == "::1"
 
 
+@pytest.mark.parametrize("text", ["postgresql://h/db\n", "\npostgresql://h/db "])
+def test_white_space_around_a_url_is_no_part_of_it(text: str) -> None:
+    assert parse_dsn(text) == parse_dsn(text.strip())
+
+
 @pytest.mark.parametrize(
     ("url", "host", "port"),
     [
