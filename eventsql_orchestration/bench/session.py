@@ -27,6 +27,7 @@ from eventsql_orchestration.bench.processes import Crew, Report, WorkerProcess
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.consumer import Consumer
 from eventsql_orchestration.database import Connection, Queries
+from eventsql_orchestration.database.urls import render
 from eventsql_orchestration.errors import BenchmarkError, DatabaseBusyError, TopicNotFoundError
 from eventsql_orchestration.model import Topic
 from eventsql_orchestration.queue import Queue
@@ -101,8 +102,7 @@ class Session:
     def dsns(self) -> list[str]:
         """The URLs for processes of this run, whose sessions can be told by their application's name."""
         named = {"application_name": self._application}
-        urls = [each.url.update_query_dict(named).set(drivername="postgresql") for each in self.databases]
-        return [url.render_as_string(hide_password=False).replace(" ", "%20") for url in urls]
+        return [render(each.url.update_query_dict(named)) for each in self.databases]
 
     def describe(self) -> dict[str, object]:
         return machine.describe(self.connection, self.queries)
