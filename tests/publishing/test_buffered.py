@@ -341,6 +341,19 @@ def test_events_given_before_a_redefinition_of_their_topic_go_by_the_new_definit
     check_placements(platform, {each: b"%d" % number for number, each in enumerate(published)})
 
 
+def test_events_whose_topic_is_gone_fail_and_those_of_other_topics_do_not(platform: EventSQL, opened: Open) -> None:
+    publisher = opened(max_age=NEVER, flushes=1)
+    published, other = [], []
+    for number in range(3):
+        published.append(publisher.publish(order(b"%d" % number)))
+        other.append(publisher.publish(Publication("payments", b"%d" % number)))
+    platform.registry.unregister_topic("orders")
+    publisher.flush()
+    assert [type(each.exception()) for each in published] == [TopicNotFoundError] * 3
+    assert [each.exception() for each in other] == [None] * 3
+    assert [value for _, value in log(platform, "payments")] == [b"0", b"1", b"2"]
+
+
 @pytest.mark.parametrize("partitions", [2, 7])
 def test_events_whose_partition_is_gone_fail_and_others_do_not(
     platform: EventSQL, opened: Open, dsn: str, partitions: int
