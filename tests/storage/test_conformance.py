@@ -148,6 +148,22 @@ def test_buffered_events_are_moved_in_their_order_behind_the_log(log: Log) -> No
     assert (state.definition, state.buffered, state.last_id, state.drawn) == ([3, 1], 1, 4, None)
 
 
+@pytest.mark.parametrize("layout", [1, 2])
+def test_buffered_events_are_moved_in_the_order_of_their_ids_if_the_server_uses_no_index(log: Log, layout: int) -> None:
+    for number in range(4):
+        log.platform.publisher.publish(Publication(TOPIC, b"b%d" % number, partition=0))
+    with log.session.transaction():
+        # Now the rows lie in the buffer from the last id to the first.
+        log.session.execute("UPDATE eventsql.event_buffer SET eql_id = 100 - eql_id")
+        for scan in ("indexscan", "indexonlyscan", "bitmapscan"):
+            log.session.execute(f"SET LOCAL enable_{scan} TO off")
+        batch = appender.batch(log.session, TOPIC, low_water=0, newest=MAX_OFFSET, limit=3, size=MAX_OFFSET)
+        state = appender.state(log.session, TOPIC, low_water=0, limit=3, events=0)
+        moved = appender.move(log.session, TOPIC, low_water=0, upto=batch.upto, partitions=3, layout=layout, after=0)
+    assert (batch.rows, state.upto, moved) == (3, batch.upto, 3)
+    assert [event.value for event in reader.read(log.session, TOPIC)] == [b"b3", b"b2", b"b1"]
+
+
 @pytest.mark.parametrize("events", [1, 2, 5_000])
 def test_ids_are_drawn_with_the_look_at_a_topic_without_buffered_events(log: Log, events: int) -> None:
     log.fill(2)
