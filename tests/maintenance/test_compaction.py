@@ -250,10 +250,12 @@ def test_a_range_that_a_task_of_spark_reads_holds_the_same_before_and_after(
 
 
 def test_consuming_in_sql_finds_the_same_before_and_after(single: EventSQL, session: Connection) -> None:
+    ranges = ((0, 1000, 7), (1, 1000, 1), (13, 61, 100), (29, 30, 1), (55, 1000, 20), (88, 95, 3))
+
     def find() -> list[object]:
         found: list[object] = []
         for partition in range(-1, PARTITIONS):
-            for after, upto, most in ((0, 1000, 7), (13, 61, 100), (29, 30, 1), (55, 1000, 20), (88, 95, 3)):
+            for after, upto, most in ranges:
                 waiting = "SELECT * FROM eventsql.partition_waiting('orders', %s::smallint, %s, %s, %s)"
                 events = "SELECT id, value FROM eventsql.partition_events('orders', %s::smallint, %s, %s)"
                 found.append(session.execute(waiting, (partition, after, upto, most)).fetchall())
