@@ -512,6 +512,23 @@ def test_a_repartitioned_topic_is_fetched_layout_by_layout(
     assert len(offsets(topic)) == 5
 
 
+@pytest.mark.both_forms
+def test_the_last_event_of_a_layout_keeps_the_consumer_there_while_it_waits_for_a_retry(
+    topic: EventSQL, session: Connection
+) -> None:
+    fill(topic, 21)
+    changed = topic.repartitioner.repartition("orders", 5)
+    assert changed is not None
+    fill(topic, 21)
+    while rows := fetch(session):
+        if rows[-1][3] == changed.after:
+            call(session, "fail", *rows[0][:2], changed.after, "not yet")
+        else:
+            call(session, "commit", *rows[0][:2])
+    let_be_due(session)
+    assert [row[3] for row in fetch(session)] == [changed.after]
+
+
 def test_a_paused_consumer_and_one_consumed_as_a_queue_give_nothing(topic: EventSQL, session: Connection) -> None:
     fill(topic, 10)
     topic.registry.pause("orders", "mailer")

@@ -351,6 +351,20 @@ def test_a_seek_back_over_a_change_consumes_by_the_partitions_of_then(platform: 
     assert (partitions(platform), untils(platform)) == ([0, 1], {None})
 
 
+def test_a_seek_back_to_several_offsets_skips_no_event_of_a_partition_that_was_gone(
+    platform: EventSQL, orders: Orders
+) -> None:
+    for partition in (0, 2, 1):
+        platform.publisher.publish(Publication("orders", b"0", key=f"rider {partition}", partition=partition))
+        platform.transfer.run_once()
+    platform.repartitioner.repartition("orders", 2)
+    assert orders.consume() == 3
+    assert partitions(platform) == [0, 1]
+    platform.seeker.execute("orders", "mailer", ShiftBy(-1))
+    assert partitions(platform) == [0, 1, 2]
+    assert orders.consume() == 3
+
+
 def test_a_seek_forward_over_a_change_leaves_its_layout(platform: EventSQL, orders: Orders) -> None:
     orders.publish(100)
     platform.repartitioner.repartition("orders", 5)
