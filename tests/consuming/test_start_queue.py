@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import count
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -45,9 +46,11 @@ from eventsql_orchestration.errors import (
     RedefinitionError,
     ValidationError,
 )
+from eventsql_orchestration.maintenance import seek
 from eventsql_orchestration.model import STORAGES, Storage
 from eventsql_orchestration.topics.positions import AtOffset
 from tests.effects import DISK_IS_FULL, FullDiskError, effects, make_table, write
+from tests.waiting import PATIENCE
 
 if TYPE_CHECKING:
     from tests.consuming.conftest import Halt
@@ -1074,6 +1077,20 @@ def test_a_seek_under_a_running_handler_stops_no_settling(
         halt.end()
         until(lambda: at_rest(platform))
     assert not [record for record in caplog.records if record.exc_text], "an unexpected error"
+
+
+def test_a_seek_does_not_wait_for_ever_for_a_handler(
+    platform: EventSQL, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seek, "LOCK_SECONDS", 0.1)
+    fill(platform, "a")
+    own = process(platform)
+    (delivery,) = own.hand_out(own.register("a process"), -1, 1).deliveries
+    with ThreadPoolExecutor(1) as threads, sessions() as handling:
+        own._acknowledge_in(handling, delivery)
+        seeking = threads.submit(platform.seeker.execute, "payments", "mailer", AtOffset(0), force=True)
+        with pytest.raises(DatabaseBusyError, match="did not move, because other transactions held its partitions"):
+            seeking.result(PATIENCE)
 
 
 def test_a_seek_of_a_partition_leaves_no_event_of_another_partition_behind(
