@@ -142,7 +142,7 @@ $(VENV_AIRFLOW)/.installed: pyproject.toml uv.lock | uv
 	@touch $@
 
 demo-airflow: $(VENV_AIRFLOW)/.installed ## Run the whole system here with Airflow: one round of its DAGs, then end (SERVE=1: until Ctrl-C)
-	$(VENV_AIRFLOW)/bin/eventsql --home .eventsql/airflow dev --dags deploy/airflow/dags $(if $(SERVE),,--once)
+	$(VENV_AIRFLOW)/bin/eventsql --home .eventsql/airflow dev --dags deploy/airflow/dags $(if $(SERVE),|| [ $$? = 130 ],--once)
 
 airflow: $(VENV_AIRFLOW)/.installed ## Check the types of what needs Airflow, and run its tests (ARGS=tests/airflow/…: some)
 	$(VENV_AIRFLOW)/bin/mypy --config-file .ci/mypy-airflow.ini
