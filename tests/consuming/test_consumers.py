@@ -728,6 +728,21 @@ def test_too_few_events_cause_looks_but_no_polls(platform: EventSQL, until: Unti
         assert len(polls) == 1
 
 
+@pytest.mark.both_forms
+def test_too_few_events_are_handed_over_once_their_layout_has_an_end(platform: EventSQL, until: Until) -> None:
+    seen = Seen()
+    with platform.shards[0].consumers.start_batch(
+        "orders", "mailer", seen, min_events=50, polling_delay=NEVER, max_polling_delay=NEVER
+    ) as consumption:
+        until_idle(consumption, until)
+        slots = list(consumption._idle.values())
+        ids = fill(platform, 3)
+        until(lambda: [slot.least for slot in slots] == [50] * 3)
+        assert seen.ids == []
+        platform.repartitioner.repartition("orders", 5)
+        until(lambda: sorted(seen.ids) == ids)
+
+
 def test_a_partition_that_another_transaction_held_is_looked_at_again(
     platform: EventSQL, sessions: Sessions, until: Until
 ) -> None:
