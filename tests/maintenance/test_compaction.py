@@ -98,6 +98,17 @@ def test_a_compacted_block_has_no_more_ids_than_a_window(single: EventSQL, sessi
     assert content(single.reader.read("orders")) == before
 
 
+def test_events_between_which_one_id_is_missing_keep_their_ids(platform: EventSQL, session: Connection) -> None:
+    platform.registry.register_topic(Topic("orders", storage="blocks"))
+    publish_singly(platform, 5, partitions=-1)
+    session.execute("SELECT nextval('eventsql.orders_block_eql_id_seq')")
+    publish_singly(platform, 30, first=5, partitions=-1)
+    before = content(platform.reader.read("orders"))
+    done = platform.compactor.execute("orders")
+    assert (done.blocks, done.into, done.unmerged) == (29, 1, ())
+    assert content(platform.reader.read("orders")) == before
+
+
 def test_a_log_whose_ids_come_to_their_end_is_compacted(single: EventSQL, session: Connection) -> None:
     session.execute("SELECT setval('eventsql.orders_block_eql_id_seq', %s)", [2**63 - 80])
     session.execute("SELECT eventsql.make_segments('orders', 100, 1)")
