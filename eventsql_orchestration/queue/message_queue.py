@@ -305,7 +305,8 @@ class MessageQueue:
     def purge(self) -> int:
         """Delete the messages of the queue, also those in flight, and give their number.
 
-        Messages that are sent, received or acknowledged at that moment may stay. Dead letters stay.
+        Messages that are sent, received or acknowledged at that moment may stay. Dead letters stay. Raises
+        `DatabaseBusyError` if a transaction that acknowledges messages of an ordered queue does not end for 10 s.
         """
         return sum(QueueUpkeep(table).purge() for table in self._shards.all())
 
@@ -366,7 +367,8 @@ class MessageQueue:
         `limit` is the most of each shard; `ids` chooses messages of the queue of dead letters. Their receives begin
         anew, and their history goes on. A dead letter that somebody holds stays. Raises `MessageNotFoundError`, with
         nothing done, if some of `ids` are not dead letters of this queue; the error's `ids` name them. Raises
-        `ShardError`, with nothing done, for an id that dead letters of several shards have.
+        `ShardError`, with nothing done, for an id that dead letters of several shards have, and `DatabaseBusyError` if
+        a transaction that acknowledges dead letters of an ordered queue does not end for 10 s.
         """
         queues = [QueueUpkeep(table) for table in self._shards.all()]
         chosen = None if ids is None else list(ids)

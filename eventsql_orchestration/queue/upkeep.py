@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, TypeVar
 
 import psycopg
 from psycopg import sql
@@ -24,16 +25,18 @@ from eventsql_orchestration.queue.values import (
 from eventsql_orchestration.retry import while_busy
 from eventsql_orchestration.validation import advised
 
+T = TypeVar("T")
+
 PURGED_AT_ONCE: Final = 10_000
 """Messages that one transaction deletes or moves."""
 
 WAIT_SECONDS: Final = 0.5
-"""The most seconds for which one attempt to delete a queue, or messages of keys, waits for each lock and keeps others
-waiting. This is shorter than the server's `deadlock_timeout`, so that the deletion gives way, and not a sender or
-receiver that waits for it."""
+"""The most seconds for which one attempt to delete a queue, or to delete or move messages, waits for each lock and
+keeps others waiting. This is shorter than the server's `deadlock_timeout`, so that the attempt gives way, and not a
+sender or receiver that waits for it."""
 
 RETRY_SECONDS: Final = 10.0
-"""Seconds for which such a deletion is tried."""
+"""Seconds for which such an attempt is repeated."""
 
 
 class QueueUpkeep:
@@ -63,17 +66,18 @@ class QueueUpkeep:
         queue, purged = self._table.id(), 0
         with self._database.connection() as connection:
             row = fetch_first(connection, self._queries("newest"), {"queue": queue}, prepare=False)
-            values = {"queue": queue, "upto": row[0] if row else None, "limit": PURGED_AT_ONCE}
-            while True:
-                with connection.transaction():
-                    (deleted,) = fetch_one(connection, self._queries("purge"), values, prepare=False)
-                    if promote:
-                        # If the first message of a key was deleted alone, the next message of the key becomes the
-                        # first.
-                        connection.execute(self._queries("stranded"), {"queue": queue}, prepare=False)
-                if not deleted:
-                    return purged
-                purged += deleted
+        values = {"queue": queue, "upto": row[0] if row else None, "limit": PURGED_AT_ONCE}
+
+        def purge(connection: Connection) -> int:
+            deleted: int = fetch_one(connection, self._queries("purge"), values, prepare=False)[0]
+            if promote:
+                # If the first message of a key was deleted alone, the next message of the key becomes the first.
+                connection.execute(self._queries("stranded"), {"queue": queue}, prepare=False)
+            return deleted
+
+        while deleted := self._giving_way(purge, "may keep messages"):
+            purged += deleted
+        return purged
 
     def count_of_keys(self, keys: Collection[str]) -> ErasedMessages:
         values = {"queue": self._table.id(), "keys": list(keys)}
@@ -85,23 +89,15 @@ class QueueUpkeep:
         self.count_of_keys(keys)  # raises, before a message is deleted, for a role that may not read the archive
         values = {"queue": self._table.id(), "keys": list(keys), "limit": PURGED_AT_ONCE}
 
-        def attempt() -> ErasedMessages | None:
-            with self._database.transaction() as connection:
-                wait_at_most(connection, WAIT_SECONDS)
-                messages, dead_letters, queues = fetch_one(connection, self._queries("erase"), values, prepare=False)
-                for queue in queues or ():
-                    # A message that a transaction holds stays. It may have waited behind a deleted message.
-                    connection.execute(self._queries("promote"), {**values, "queue": queue}, prepare=False)
+        def erase(connection: Connection) -> ErasedMessages | None:
+            messages, dead_letters, queues = fetch_one(connection, self._queries("erase"), values, prepare=False)
+            for queue in queues or ():
+                # A message that a transaction holds stays. It may have waited behind a deleted message.
+                connection.execute(self._queries("promote"), {**values, "queue": queue}, prepare=False)
             return None if queues is None else ErasedMessages(messages, dead_letters, 0)
 
-        def message(error: DatabaseBusyError) -> str:
-            return (
-                f"queue {self._table.name!r} may keep messages of these keys: transactions that acknowledge messages "
-                f"do not end ({error.message}): erase them again later"
-            )
-
         erased = ErasedMessages(0, 0, 0)
-        while (deleted := while_busy(attempt, seconds=RETRY_SECONDS, message=message)) is not None:
+        while (deleted := self._giving_way(erase, "may keep messages of these keys")) is not None:
             erased += deleted
         with self._database.connection() as connection:
             archived = connection.execute(self._queries("erase_archived"), values, prepare=False).rowcount
@@ -139,23 +135,14 @@ class QueueUpkeep:
             for statement in ("clear_archive", "clear_deduplication"):
                 connection.execute(self._queries(statement), {**given, "all": force}, prepare=False)
 
-        def attempt() -> None:
-            with self._database.transaction() as connection:
-                wait_at_most(connection, WAIT_SECONDS)
-                # After this lock, each message that a sender has committed can be seen, and no further message is sent.
-                connection.execute(self._queries("lock"), prepare=False)
-                self._check_deletable(connection, force=force)
-                for statement in ("delete_messages", "clear_archive", "delete_deduplication", "delete_queue"):
-                    connection.execute(self._queries(statement), {**given, "all": True}, prepare=False)
+        def delete(connection: Connection) -> None:
+            # After this lock, each message that a sender has committed can be seen, and no further message is sent.
+            connection.execute(self._queries("lock"), prepare=False)
+            self._check_deletable(connection, force=force)
+            for statement in ("delete_messages", "clear_archive", "delete_deduplication", "delete_queue"):
+                connection.execute(self._queries(statement), {**given, "all": True}, prepare=False)
 
-        def message(error: DatabaseBusyError) -> str:
-            kept = "is emptied, but kept" if force else "is kept"
-            return (
-                f"queue {self._table.name!r} {kept}: transactions that use queues do not end ({error.message}): "
-                "try again later"
-            )
-
-        while_busy(attempt, seconds=RETRY_SECONDS, message=message)
+        self._giving_way(delete, "is emptied, but kept" if force else "is kept")
 
     def dead_letters(self, ids: Sequence[int]) -> set[int]:
         """The given ids that are dead letters of the queue, held or not."""
@@ -170,31 +157,48 @@ class QueueUpkeep:
             "ids": None if ids is None else list(ids),
         }
         redriven = 0
-        with self._database.connection() as connection:
-            while limit is None or redriven < limit:
-                most = PURGED_AT_ONCE if limit is None else min(limit - redriven, PURGED_AT_ONCE)
-                moved = self._redrive({**values, "limit": most}, connection)
-                redriven += moved
-                if moved < most:
-                    break
+        while limit is None or redriven < limit:
+            most = PURGED_AT_ONCE if limit is None else min(limit - redriven, PURGED_AT_ONCE)
+            moved = self._giving_way(partial(self._redrive, {**values, "limit": most}), "may keep dead letters")
+            redriven += moved
+            if moved < most:
+                break
         if redriven:
             self._table.notify()
         return redriven
 
     def _redrive(self, values: Mapping[str, Any], connection: Connection) -> int:
-        with connection.transaction():
-            # The rows get their new ids in the order of this index.
-            connection.execute("SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off")
-            left = fetch_all(connection, self._queries("redrive"), values, prepare=False)
-            keys: dict[int, set[str]] = {}
-            for queue, key in left:
-                if queue is not None:
-                    keys.setdefault(queue, set()).add(key)
-            for queue, of_queue in keys.items():
-                # If the first dead letter of a key has left, the next dead letter of the key becomes the first.
-                promoted = {"queue": queue, "keys": sorted(of_queue)}
-                connection.execute(self._queries("promote"), promoted, prepare=False)
+        # The rows get their new ids in the order of this index.
+        connection.execute("SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off")
+        left = fetch_all(connection, self._queries("redrive"), values, prepare=False)
+        keys: dict[int, set[str]] = {}
+        for queue, key in left:
+            if queue is not None:
+                keys.setdefault(queue, set()).add(key)
+        for queue, of_queue in keys.items():
+            # If the first dead letter of a key has left, the next dead letter of the key becomes the first.
+            promoted = {"queue": queue, "keys": sorted(of_queue)}
+            connection.execute(self._queries("promote"), promoted, prepare=False)
         return len(left)
+
+    def _giving_way(self, work: Callable[[Connection], T], outcome: str) -> T:
+        """Do `work` in a transaction that lets its locks go and begins again while other transactions are in its way.
+
+        `outcome` says for the error what becomes of the queue if they do not end.
+        """
+
+        def attempt() -> T:
+            with self._database.transaction() as connection:
+                wait_at_most(connection, WAIT_SECONDS)
+                return work(connection)
+
+        def message(error: DatabaseBusyError) -> str:
+            return (
+                f"queue {self._table.name!r} {outcome}: transactions that use queues do not end ({error.message}): "
+                "try again later"
+            )
+
+        return while_busy(attempt, seconds=RETRY_SECONDS, message=message)
 
     def archived(self, limit: int) -> list[ArchivedMessage]:
         values = {"queue": self._table.id(), "limit": limit}

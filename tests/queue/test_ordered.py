@@ -10,9 +10,9 @@ import psycopg
 import pytest
 
 from eventsql_orchestration.database import Connection, Database
-from eventsql_orchestration.errors import MessageNotFoundError, RedefinitionError, ValidationError
+from eventsql_orchestration.errors import DatabaseBusyError, MessageNotFoundError, RedefinitionError, ValidationError
 from eventsql_orchestration.model import MAX_KEY_BYTES
-from eventsql_orchestration.queue import Message, NewMessage, Queue
+from eventsql_orchestration.queue import Message, NewMessage, Queue, upkeep
 from eventsql_orchestration.queue.queue_table import ORDERED_KEY_BYTES
 from tests.fixtures import Sessions, UntilBlocked
 
@@ -568,6 +568,68 @@ def test_purging_leaves_a_message_that_a_worker_receives_meanwhile_to_it(
         worker.commit()
         assert purging.result() == 0
     assert queue.receive() == []
+
+
+def test_a_purge_gives_way_to_a_transaction_that_acknowledges_messages_of_several_keys(
+    queue: Queue, sessions: Sessions, until_blocked: UntilBlocked
+) -> None:
+    queue.send_all([NewMessage(b"%d" % number, key=key) for key in "ab" for number in range(3)])
+    first, second = queue.receive(max_messages=2)
+    worker = sessions()
+    worker.execute("SET deadlock_timeout = '1h'")
+    worker.execute("SELECT eventsql.queue_acknowledge('commands', %s, %s)", [first.id, first.receipt])
+    with ThreadPoolExecutor(1) as executor:
+        # It waits for the worker, which then waits for it.
+        purging = executor.submit(queue.purge)
+        until_blocked()
+        worker.execute("SELECT eventsql.queue_acknowledge('commands', %s, %s)", [second.id, second.receipt])
+        worker.commit()
+        assert purging.result() == 4
+    assert queue.statistics().depth == 0
+
+
+def test_a_redrive_gives_way_to_a_transaction_that_acknowledges_dead_letters_of_several_keys(
+    database: Database, sessions: Sessions, until_blocked: UntilBlocked
+) -> None:
+    queue, dead = _with_dead_letters(database)
+    first, second = dead.receive(max_messages=6)
+    worker = sessions()
+    worker.execute("SET deadlock_timeout = '1h'")
+    worker.execute("SELECT eventsql.queue_acknowledge('graveyard', %s, %s)", [first.id, first.receipt])
+    with ThreadPoolExecutor(1) as executor:
+        # It waits for the worker, which then waits for it.
+        redriving = executor.submit(queue.redrive)
+        until_blocked()
+        worker.execute("SELECT eventsql.queue_acknowledge('graveyard', %s, %s)", [second.id, second.receipt])
+        worker.commit()
+        assert redriving.result() == 4
+    assert dead.statistics().depth == 0
+
+
+def test_purges_and_redrives_say_that_transactions_keep_messages_from_them(
+    database: Database, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upkeep, "WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(upkeep, "RETRY_SECONDS", 0.0)
+    queue, dead = _with_dead_letters(database)
+    first, _ = dead.receive(max_messages=6)
+    sessions().execute("SELECT eventsql.queue_acknowledge('graveyard', %s, %s)", [first.id, first.receipt])
+    with pytest.raises(DatabaseBusyError, match="queue 'graveyard' may keep messages"):
+        dead.purge()
+    with pytest.raises(DatabaseBusyError, match="queue 'commands' may keep dead letters"):
+        queue.redrive()
+    assert dead.statistics().depth == 6
+
+
+def _with_dead_letters(database: Database) -> tuple[Queue, Queue]:
+    """A queue that has three dead letters of each of two keys, in an ordered queue."""
+    dead = Queue(database, "graveyard", ordered=True)
+    dead.definition()
+    queue = Queue(database, "commands", ordered=True, max_receives=1, dead_letters="graveyard")
+    queue.send_all([NewMessage(b"%d" % number, key=key) for key in "ab" for number in range(3)])
+    while queue.receive(max_messages=2):
+        expire(database)
+    return queue, dead
 
 
 @pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
