@@ -105,7 +105,7 @@ class QueueUpkeep:
 
     def check_deletable(self, *, force: bool) -> None:
         """Raises `QueueInUseError` if another queue needs it, and, without `force`, if it has messages."""
-        with self._database.connection() as connection:
+        with self._database.by_admin(), self._database.connection() as connection:
             self._check_deletable(connection, force=force)
 
     def _check_deletable(self, connection: Connection, *, force: bool) -> None:
@@ -202,7 +202,8 @@ class QueueUpkeep:
 
     def archived(self, limit: int) -> list[ArchivedMessage]:
         values = {"queue": self._table.id(), "limit": limit}
-        rows = query_all(self._database, self._queries("archived"), values, prepare=False)
+        with self._database.by_admin():
+            rows = query_all(self._database, self._queries("archived"), values, prepare=False)
         return [archived(row, self._table.shard) for row in rows]
 
 

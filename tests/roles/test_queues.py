@@ -132,7 +132,7 @@ def test_a_reader_sees_how_many_messages_wait_and_others_do_not(queues: dict[str
 
 @pytest.mark.parametrize("role", ["sender", "worker", "reader"])
 def test_only_the_admin_deletes_a_queue(queues: dict[str, Queue], as_: As, role: str) -> None:
-    with pytest.raises(PermissionDeniedError):
+    with pytest.raises(PermissionDeniedError, match="only the admin may do this"):
         Queue(as_(role), "letters").delete(force=True)
     Queue(as_("admin"), "letters").delete()
     assert [each.name for each in list_queues(as_("admin").database)] == ["pictures", "pictures_dead"]
@@ -144,6 +144,15 @@ def test_only_the_admin_erases_messages_of_a_key(queues: dict[str, Queue], as_: 
         with pytest.raises(PermissionDeniedError, match="only the admin may do this"):
             Queue(as_(role), "pictures").erase(["a"])
     assert Queue(as_("admin"), "pictures").erase(["a"]).messages == 1
+
+
+def test_only_the_admin_reads_the_archive(queues: dict[str, Queue], as_: As) -> None:
+    queues["pictures"].send(b"1")
+    queues["pictures"].acknowledge_all(queues["pictures"].receive())
+    for role in ("sender", "worker", "reader"):
+        with pytest.raises(PermissionDeniedError, match="only the admin may do this"):
+            Queue(as_(role), "pictures").archived()
+    assert len(Queue(as_("admin"), "pictures").archived()) == 1
 
 
 def test_dagster_does_not_take_missing_rights_for_a_missing_queue(queues: dict[str, Queue], as_: As) -> None:
