@@ -362,19 +362,22 @@ class MessageQueue:
         raise QueueNotFoundError(f"there is no queue {self.name!r}: `eventsql queue list` shows the queues")
 
     def redrive(self, limit: int | None = None, *, ids: Iterable[int] | None = None) -> int:
-        """Move dead letters of this queue back to it, the oldest first, and give their number.
+        """Move dead letters of this queue back to it, at most `limit`, the oldest first, and give their number.
 
-        `limit` is the most of each shard; `ids` chooses messages of the queue of dead letters. Their receives begin
-        anew, and their history goes on. A dead letter that somebody holds stays. Raises `MessageNotFoundError`, with
-        nothing done, if some of `ids` are not dead letters of this queue; the error's `ids` name them. Raises
-        `ShardError`, with nothing done, for an id that dead letters of several shards have, and `DatabaseBusyError` if
-        a transaction that acknowledges dead letters of an ordered queue does not end for 10 s.
+        `ids` chooses messages of the queue of dead letters. Their receives begin anew, and their history goes on. A
+        dead letter that somebody holds stays. Several shards move their dead letters one after the other. Raises
+        `MessageNotFoundError`, with nothing done, if some of `ids` are not dead letters of this queue; the error's
+        `ids` name them. Raises `ShardError`, with nothing done, for an id that dead letters of several shards have, and
+        `DatabaseBusyError` if a transaction that acknowledges dead letters of an ordered queue does not end for 10 s.
         """
         queues = [QueueUpkeep(table) for table in self._shards.all()]
         chosen = None if ids is None else list(ids)
         if chosen is not None:
             self.check_dead_letters(chosen)
-        return sum(each.redrive(limit, chosen) for each in queues)
+        redriven = 0
+        for each in queues:
+            redriven += each.redrive(None if limit is None else limit - redriven, chosen)
+        return redriven
 
     def check_dead_letters(self, ids: Iterable[int]) -> None:
         """Raise as `redrive` if it would refuse these ids."""

@@ -187,6 +187,19 @@ def test_an_id_that_dead_letters_of_several_shards_have_is_redriven_on_none(plat
     assert [each.statistics().visible for each in (first, second, third)] == [0, 1, 1]
 
 
+def test_a_limit_of_dead_letters_is_for_all_shards_together(platform: EventSQL) -> None:
+    queue = Queue(platform, "jobs", max_receives=1)
+    queue.definition()
+    for shard in platform.shards:
+        each = Queue(shard, "jobs")
+        each.send_all([b"x", b"y"])
+        for message in each.receive(max_messages=2):
+            each.release(message)
+        each.receive()
+    assert (queue.redrive(3), queue.statistics().dead, queue.statistics().visible) == (3, 3, 3)
+    assert (queue.redrive(0), queue.redrive(9)) == (0, 3)
+
+
 def test_a_batch_that_every_shard_refuses_raises_the_refusal_itself(platform: EventSQL) -> None:
     queue = Queue(platform, "jobs")
     queue.definition()
