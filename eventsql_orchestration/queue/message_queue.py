@@ -299,8 +299,11 @@ class MessageQueue:
     # Looking after
 
     def peek(self, limit: int = 10) -> list[PeekedMessage]:
-        """The next messages of each shard, with their states, without receiving them."""
-        return [message for table in self._shards.all() for message in QueueUpkeep(table).peek(limit)][:limit]
+        """The messages that are next in turn, with their states, without receiving them."""
+        found = [message for table in self._shards.all() for message in QueueUpkeep(table).peek(limit)]
+        # A blocked message has no time yet.
+        found.sort(key=lambda message: (-message.priority, message.visible_at is None, message.visible_at))
+        return found[:limit]
 
     def purge(self) -> int:
         """Delete the messages of the queue, also those in flight, and give their number.
