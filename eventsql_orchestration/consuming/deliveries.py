@@ -406,11 +406,16 @@ class Deliveries:
         if not counts:
             delay = min(max(delay, self._waited(delivery)), MAX_BACKOFF)
         spent = counts and attempts >= delivery.max_attempts
-        if spent and self._dead_letters.accepts(self._topic):
+        remedy = None
+        if spent and not self._dead_letters.accepts(self._topic):
+            remedy = (
+                f"correct the handler and resume the consumer, or create topic {self._topic}_dlt to take such events"
+            )
+        elif spent:
             try:
                 if self._bury(delivery, error, attempts):
                     return 0.0
-                delay = NEVER
+                delay, remedy = NEVER, "correct the handler or the dead letter factory and resume the consumer"
             except (ClaimLostError, DatabaseBusyError):
                 raise
             except Exception as problem:
@@ -425,11 +430,10 @@ class Deliveries:
             self._waiting.setdefault((delivery.cursor, delivery.event.id), monotonic())
             if len(self._waiting) > MOST_WAITING:
                 self._waiting.popitem(last=False)
-        if spent:
+        if remedy is not None:
             logger.error(
-                "%s keeps event %d back, which failed %s (%s); correct the handler and resume the consumer, or create "
-                "topic %s_dlt to take such events",
-                self._where, delivery.event.id, how_often(attempts), failure, self._topic, exc_info=shown,
+                "%s keeps event %d back, which failed %s (%s); %s",
+                self._where, delivery.event.id, how_often(attempts), failure, remedy, exc_info=shown,
             )  # fmt: skip
         else:
             attempted = f"attempt {attempts} of {delivery.max_attempts} failed" if counts else "no attempt is counted"

@@ -410,9 +410,10 @@ def test_a_failure_is_noted_in_one_transaction(platform: EventSQL, said_by: Said
 
 @pytest.mark.parametrize("refused", [False, True], ids=["no topic", "no letter of the factory"])
 def test_without_dead_letters_a_spent_event_holds_up_its_key_until_the_consumer_is_resumed(
-    platform: EventSQL, until: Until, *, refused: bool
+    platform: EventSQL, until: Until, caplog: pytest.LogCaptureFixture, *, refused: bool
 ) -> None:
     if refused:
+        platform.registry.register_topic(Topic("payments_dlt"))
         platform.dead_letters.configure(lambda _event, _cause: None)
     ids = fill(platform, "aba")
     mended = threading.Event()
@@ -430,13 +431,14 @@ def test_without_dead_letters_a_spent_event_holds_up_its_key_until_the_consumer_
         platform.registry.resume("payments", "mailer")
         until(lambda: at_rest(platform))
     assert [seen.ids.count(each) for each in ids] == [4, 1, 1]
+    assert [each in caplog.text for each in ("dead letter factory", "create topic")] == [refused, not refused]
 
 
 @pytest.mark.parametrize(
     "error", [LookupError("no"), psycopg.Rollback(), SystemExit(2), asyncio.CancelledError()], ids=repr
 )
 def test_a_factory_of_dead_letters_that_fails_keeps_no_other_event_from_its_acknowledgement(
-    platform: EventSQL, until: Until, error: BaseException
+    platform: EventSQL, until: Until, caplog: pytest.LogCaptureFixture, error: BaseException
 ) -> None:
     problems = iter((error,))
 
@@ -456,6 +458,8 @@ def test_a_factory_of_dead_letters_that_fails_keeps_no_other_event_from_its_ackn
     with platform.consumers.start_queue("payments", "mailer", handle, polling_delay=POLLING):
         until(lambda: at_rest(platform))
     assert platform.transfer.run_once() == {"payments_dlt": 1}
+    assert f"will try event {ids[0]} again" in caplog.text
+    assert f"keeps event {ids[0]} back" not in caplog.text
 
 
 def test_a_dead_letter_whose_consumer_is_locked_for_too_long_is_made_later_and_costs_no_further_attempt(
