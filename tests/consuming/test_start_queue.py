@@ -1305,6 +1305,38 @@ def test_a_failure_whose_answer_was_lost_lets_no_later_event_of_its_key_go(
     assert seen.ids == [ids[0], *other, *ids]
 
 
+def test_an_acknowledgement_whose_answer_was_lost_repeats_no_other_event(
+    platform: EventSQL, until: Until, halt: Halt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    acknowledge, begun = deliveries.Deliveries.acknowledge, list[bool]()
+
+    def fail_after_the_commit(own: deliveries.Deliveries, done: Sequence[Delivery]) -> set[Delivery]:
+        begun.append(True)
+        acknowledged = acknowledge(own, done)
+        if len(begun) == 1:
+            raise DatabaseUnavailableError("the answer was lost")
+        return acknowledged
+
+    monkeypatch.setattr(deliveries.Deliveries, "acknowledge", fail_after_the_commit)
+    ids = fill(platform, "baa")
+    under_way = threading.Event()
+
+    def handle(event: Event) -> None:
+        if event.id == ids[0]:
+            under_way.set()
+            halt()
+        else:
+            under_way.wait()
+
+    seen = Seen(handle)
+    with platform.consumers.start_queue("payments", "mailer", seen, workers=2, polling_delay=POLLING):
+        halt.await_reached()
+        until(lambda: ids[2] in seen.ids)
+        halt.end()
+        until(lambda: at_rest(platform))
+    assert sorted(seen.ids) == ids
+
+
 def takes_no_writes() -> DatabaseError:
     error = DatabaseError("the database takes no writes")
     error.__cause__ = psycopg.errors.ReadOnlySqlTransaction()
