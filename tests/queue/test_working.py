@@ -483,6 +483,44 @@ def test_a_worker_that_lost_a_message_lets_go_of_its_own_receive_only(
         until(lambda: workers.handled == 2)
 
 
+def test_a_worker_does_not_begin_a_message_that_another_of_its_process_has_by_now(
+    platform: EventSQL, queue: Queue, until: Until
+) -> None:
+    turns = {body: threading.Event() for body in (b"0", b"1", b"2")}
+    calls: list[tuple[bytes, int]] = []
+
+    def slow(message: Message, _connection: Connection) -> None:
+        calls.append((message.body, message.receives))
+        assert turns[message.body].wait(60)
+
+    queue.send(b"0")
+    with queue.work(slow, workers=2, max_messages=2, visibility_timeout=600) as workers:
+        until(lambda: calls == [(b"0", 1)])
+        # The other worker takes both.
+        queue.send_all([b"1", b"2"])
+        until(lambda: len(calls) == 2)
+        with platform.database.connection() as connection:
+            connection.execute("UPDATE eventsql.queue_message SET eql_visible_at = now() WHERE eql_body = '2'")
+        turns[b"0"].set()
+        until(lambda: len(calls) == 3)
+        turns[b"1"].set()
+        until(lambda: workers.handled == 2)
+        # Its worker has looked at its other message once it holds no message any more.
+        until(lambda: [message.receives for message in workers._held.messages()] == [2])
+        turns[b"2"].set()
+        until(lambda: workers.handled == 3)
+    assert calls == [(b"0", 1), (b"1", 1), (b"2", 2)]
+
+
+def test_a_handler_that_acknowledges_another_message_in_vain_has_failed(queue: Queue, until: Until) -> None:
+    queue.send(b"gone")
+    (gone,) = queue.receive()
+    queue.acknowledge(gone)
+    queue.send(b"1")
+    with queue.work(lambda _message, _connection: queue.acknowledge(gone), backoff=lambda _: 0.0):
+        until(lambda: queue.statistics().dead == 1)
+
+
 def test_workers_that_cannot_all_start_leave_neither_threads_nor_subscriptions(
     platform: EventSQL, queue: Queue, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
