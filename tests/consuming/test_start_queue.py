@@ -25,7 +25,7 @@ from eventsql_orchestration import (
     dead_letter,
 )
 from eventsql_orchestration.consumer import ConsumerState
-from eventsql_orchestration.consuming import deliveries, lost_connections, queue_consumption
+from eventsql_orchestration.consuming import deliveries, lost_connections, queue_backlog, queue_consumption
 from eventsql_orchestration.consuming import failures as failure_module
 from eventsql_orchestration.consuming.cancellation import Cancellation
 from eventsql_orchestration.consuming.claims import Claim
@@ -940,7 +940,7 @@ def test_events_whose_acknowledgements_the_database_has_lost_are_handed_out_agai
 def test_an_event_that_a_process_handles_while_the_database_goes_back_is_handled_again_after_those_before_it(
     platform: EventSQL, until: Until, halt: Halt, session: Connection, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ids = fill(platform, "aaa")
+    ids = fill(platform, "aaaa")
     gate = threading.Event()
 
     def handle(event: Event) -> None:
@@ -962,10 +962,10 @@ def test_an_event_that_a_process_handles_while_the_database_goes_back_is_handled
         until(lambda: kept(platform) == ids[2:])
         session.execute(f"BEGIN; {GO_BACK} COMMIT".encode())
         fill(platform, "b")
-        until(lambda: said(caplog))
+        until(lambda: said(caplog) and kept(platform) == ids and handed_out(platform) == len(ids))
         halt.end()
         until(lambda: at_rest(platform))
-    assert [each for each in seen.ids if each in ids] == ids * 2
+    assert [each for each in seen.ids if each in ids] == [*ids[:3], *ids]
 
 
 def test_a_handler_in_a_transaction_holds_no_other_event_up_while_the_database_goes_back(
@@ -996,6 +996,39 @@ def test_a_handler_in_a_transaction_holds_no_other_event_up_while_the_database_g
         halt.end()
         until(lambda: at_rest(platform))
     assert sorted(handled) == [ids[0], *ids]
+
+
+def test_waiting_events_are_handed_out_again_after_the_database_went_back(
+    platform: EventSQL, until: Until, session: Connection, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Those behind a waiting event of their key, and those behind one that is under way."""
+    # The process fetches all of them, however slow it is.
+    monkeypatch.setattr(queue_backlog, "AHEAD_SECONDS", 3_600.0)
+    ids = fill(platform, "1abcca")
+    first, others, handled = threading.Event(), threading.Event(), list[int]()
+
+    def handle(event: Event, _connection: Connection) -> None:
+        handled.append(event.id)
+        (first if event.id == ids[0] else others).wait()
+
+    with (
+        platform.consumers.start_queue("payments", "mailer", handle, workers=2, polling_delay=POLLING),
+        ExitStack() as stack,
+    ):
+        stack.callback(first.set)
+        stack.callback(others.set)
+        until(lambda: sorted(handled) == ids[:2] and kept(platform) == ids)
+        keep(session)
+        first.set()
+        until(lambda: handled[2:] == [ids[2]] and kept(platform) == ids[1:])
+        session.execute(f"BEGIN; {GO_BACK} COMMIT".encode())
+        ids += fill(platform, "d")
+        until(lambda: said(caplog))
+        others.set()
+        until(lambda: at_rest(platform))
+    assert sorted(handled) == [ids[0], *ids]
+    assert [each for each in handled if each in ids[3:5]] == ids[3:5]
 
 
 def test_acknowledgements_that_find_the_disk_full_are_one_line_in_the_log_until_they_are_written(
