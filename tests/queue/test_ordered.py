@@ -203,6 +203,13 @@ def test_a_delay_counts_for_a_message_that_waits_behind_another(queue: Queue) ->
     assert queue.receive() == []
 
 
+def test_an_acknowledgement_that_keeps_its_message_in_the_archive_lets_the_next_one_go(database: Database) -> None:
+    queue = Queue(database, "commands", ordered=True, retention=60)
+    queue.send_all([NewMessage(b"1", key="a"), NewMessage(b"2", key="a")])
+    queue.acknowledge_all(queue.receive())
+    assert bodies(queue.receive()) == [b"2"]
+
+
 @pytest.mark.parametrize("parked", [False, True])
 def test_a_dead_letter_lets_the_next_message_go(database: Database, *, parked: bool) -> None:
     queue = Queue(database, "commands", ordered=True, max_receives=1)
