@@ -878,11 +878,11 @@ def test_no_event_is_begun_after_the_end_of_a_lease_before_the_lease_is_renewed(
         until(lambda: not kept(platform))
 
 
-def test_events_of_a_failed_call_are_handed_out_again(
-    platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch
+def test_events_of_a_failed_call_are_handed_out_again_and_those_under_way_are_not(
+    platform: EventSQL, until: Until, halt: Halt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hand_out = deliveries.Deliveries.hand_out
-    failures = [True]
+    failures: list[bool] = []
 
     def fail_after_the_commit(own: deliveries.Deliveries, worker: int, partition: int, limit: int) -> Any:
         handed = hand_out(own, worker, partition, limit)
@@ -893,9 +893,14 @@ def test_events_of_a_failed_call_are_handed_out_again(
 
     monkeypatch.setattr(deliveries.Deliveries, "hand_out", fail_after_the_commit)
     monkeypatch.setattr(queue_consumption, "FAULT_DELAY", 0.01)
-    ids = fill(platform, "aab")
-    seen = Seen()
+    ids = fill(platform, "c")
+    seen = Seen(lambda event: halt() if event.id == ids[0] else None)
     with platform.consumers.start_queue("payments", "mailer", seen, polling_delay=POLLING):
+        halt.await_reached()
+        failures.append(True)
+        ids += fill(platform, "aab")
+        until(lambda: kept(platform) == ids[:1] and len(seen.ids) == len(ids))
+        halt.end()
         until(lambda: at_rest(platform))
     assert sorted(seen.ids) == ids
 
@@ -1412,6 +1417,41 @@ def test_a_database_that_is_away_is_asked_about_one_failed_event_at_a_time(
         assert len(refused) <= len(rounds)
         back.set()
         until(lambda: at_rest(platform))
+
+
+def test_two_failures_that_the_database_does_not_take_at_once_are_both_noted_later(
+    platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await_outcomes, fail = queue_consumption.QueueConsumption._await_outcomes, deliveries.Deliveries.fail
+    ids = fill(platform, "ab")
+    gathered, failing, refused = list[Any](), set(ids), list[int]()
+
+    def gather(own: queue_consumption.QueueConsumption) -> Any:
+        if gathered:
+            return await_outcomes(own)
+        while len(gathered) < 2 and (outcomes := await_outcomes(own)) is not None:
+            gathered.extend(outcomes)
+        return list(gathered) or None
+
+    def refuse_once(own: deliveries.Deliveries, delivery: Delivery, *arguments: Any, **named: Any) -> float:
+        if delivery.event.id not in refused:
+            refused.append(delivery.event.id)
+            raise DatabaseBusyError("locked")
+        return fail(own, delivery, *arguments, **named)
+
+    def handle(event: Event) -> None:
+        if event.id in failing:
+            failing.remove(event.id)
+            raise ValueError("once")
+
+    monkeypatch.setattr(queue_consumption.QueueConsumption, "_await_outcomes", gather)
+    monkeypatch.setattr(deliveries.Deliveries, "fail", refuse_once)
+    monkeypatch.setattr(queue_consumption, "SETTLE_RETRY", 0.01)
+    seen = Seen(handle)
+    with platform.consumers.start_queue("payments", "mailer", seen, polling_delay=POLLING):
+        until(lambda: at_rest(platform))
+    assert sorted(refused) == ids
+    assert sorted(seen.ids) == sorted(ids * 2)
 
 
 class Exchange:
