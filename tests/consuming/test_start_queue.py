@@ -575,6 +575,29 @@ def test_a_process_that_has_acknowledged_everything_leaves_no_lease(
     assert states(platform)[0].last_event_id == ids[-1]
 
 
+def test_a_partition_that_is_locked_for_too_long_keeps_no_lease_of_the_others(
+    platform: EventSQL, until: Until, halt: Halt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    move_offset, locked = Deliveries.move_offset, list[int]()
+
+    def find_the_first_locked(own: Deliveries, worker: int, partition: int) -> None:
+        if not locked:
+            locked.append(partition)
+            raise DatabaseBusyError("locked")
+        move_offset(own, worker, partition)
+
+    monkeypatch.setattr(Deliveries, "move_offset", find_the_first_locked)
+    platform.publisher.publish_all(Publication("orders", b"", partition=partition) for partition in range(3))
+    platform.transfer.run_once()
+    seen = Seen(halt)
+    with platform.consumers.start_queue("orders", "mailer", seen, polling_delay=POLLING) as running:
+        until(lambda: len(seen.ids) == 3)
+        running.stop_soon()
+        halt.end()
+    assert [state.partition for state in states(platform, "orders") if state.lease_owner is not None] == locked
+    assert workers(platform) == 0
+
+
 def test_a_process_that_takes_up_an_offset_does_not_wait_for_ever_for_a_handler_from_before(
     platform: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
