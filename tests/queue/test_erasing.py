@@ -11,7 +11,7 @@ from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.errors import DatabaseBusyError, MessageNotFoundError, QueueNotFoundError, ValidationError
 from eventsql_orchestration.queue import ErasedMessages, NewMessage, Queue, upkeep
 from tests.fixtures import Sessions, UntilBlocked
-from tests.queue.test_ordered import bodies
+from tests.queue.test_ordered import beside_acknowledgements, bodies
 
 SEND = "SELECT eventsql.put_messages(eql_id, ARRAY[%s::bytea], ARRAY['a'], alone => true) FROM eventsql.queue"
 """Sends a message to the only queue, and locks the last message of the key, behind which the new message waits."""
@@ -91,17 +91,8 @@ def test_an_erasure_gives_way_to_a_transaction_that_acknowledges_messages_of_sev
     ordered: Queue, sessions: Sessions, until_blocked: UntilBlocked
 ) -> None:
     ordered.send_all([NewMessage(b"%d" % number, key=key) for key in "ab" for number in range(3)])
-    first, second = ordered.receive(max_messages=2)
-    worker = sessions()
-    worker.execute("SET deadlock_timeout = '1h'")
-    worker.execute("SELECT eventsql.queue_acknowledge('letters', %s, %s)", [first.id, first.receipt])
-    with ThreadPoolExecutor(1) as executor:
-        # It waits for the worker, which then waits for it.
-        erasing = executor.submit(ordered.erase, ["a", "b"])
-        until_blocked()
-        worker.execute("SELECT eventsql.queue_acknowledge('letters', %s, %s)", [second.id, second.receipt])
-        worker.commit()
-        assert erasing.result() == ErasedMessages(4, 0, 0)
+    erased = beside_acknowledgements(lambda: ordered.erase(["a", "b"]), ordered, sessions, until_blocked)
+    assert erased == ErasedMessages(4, 0, 0)
 
 
 def test_an_erasure_says_that_transactions_keep_messages_from_it(

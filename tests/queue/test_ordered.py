@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import secrets
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import psycopg
 import pytest
@@ -15,6 +17,8 @@ from eventsql_orchestration.model import MAX_KEY_BYTES
 from eventsql_orchestration.queue import Message, NewMessage, Queue, upkeep
 from eventsql_orchestration.queue.queue_table import ORDERED_KEY_BYTES
 from tests.fixtures import Sessions, UntilBlocked
+
+Result = TypeVar("Result")
 
 
 @pytest.fixture
@@ -577,21 +581,27 @@ def test_purging_leaves_a_message_that_a_worker_receives_meanwhile_to_it(
     assert queue.receive() == []
 
 
+def beside_acknowledgements(
+    call: Callable[[], Result], queue: Queue, sessions: Sessions, until_blocked: UntilBlocked
+) -> Result:
+    """The result of a call that waits for a transaction, which acknowledges two messages and waits for the call."""
+    first, second = queue.receive(max_messages=6)
+    worker, acknowledge = sessions(), "SELECT eventsql.queue_acknowledge(%s, %s, %s)"
+    worker.execute("SET deadlock_timeout = '1h'")
+    worker.execute(acknowledge, [queue.name, first.id, first.receipt])
+    with ThreadPoolExecutor(1) as executor:
+        result = executor.submit(call)
+        until_blocked()
+        worker.execute(acknowledge, [queue.name, second.id, second.receipt])
+        worker.commit()
+        return result.result()
+
+
 def test_a_purge_gives_way_to_a_transaction_that_acknowledges_messages_of_several_keys(
     queue: Queue, sessions: Sessions, until_blocked: UntilBlocked
 ) -> None:
     queue.send_all([NewMessage(b"%d" % number, key=key) for key in "ab" for number in range(3)])
-    first, second = queue.receive(max_messages=2)
-    worker = sessions()
-    worker.execute("SET deadlock_timeout = '1h'")
-    worker.execute("SELECT eventsql.queue_acknowledge('commands', %s, %s)", [first.id, first.receipt])
-    with ThreadPoolExecutor(1) as executor:
-        # It waits for the worker, which then waits for it.
-        purging = executor.submit(queue.purge)
-        until_blocked()
-        worker.execute("SELECT eventsql.queue_acknowledge('commands', %s, %s)", [second.id, second.receipt])
-        worker.commit()
-        assert purging.result() == 4
+    assert beside_acknowledgements(queue.purge, queue, sessions, until_blocked) == 4
     assert queue.statistics().depth == 0
 
 
@@ -599,17 +609,7 @@ def test_a_redrive_gives_way_to_a_transaction_that_acknowledges_dead_letters_of_
     database: Database, sessions: Sessions, until_blocked: UntilBlocked
 ) -> None:
     queue, dead = _with_dead_letters(database)
-    first, second = dead.receive(max_messages=6)
-    worker = sessions()
-    worker.execute("SET deadlock_timeout = '1h'")
-    worker.execute("SELECT eventsql.queue_acknowledge('graveyard', %s, %s)", [first.id, first.receipt])
-    with ThreadPoolExecutor(1) as executor:
-        # It waits for the worker, which then waits for it.
-        redriving = executor.submit(queue.redrive)
-        until_blocked()
-        worker.execute("SELECT eventsql.queue_acknowledge('graveyard', %s, %s)", [second.id, second.receipt])
-        worker.commit()
-        assert redriving.result() == 4
+    assert beside_acknowledgements(queue.redrive, dead, sessions, until_blocked) == 4
     assert dead.statistics().depth == 0
 
 
