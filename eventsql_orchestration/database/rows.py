@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
@@ -46,8 +46,8 @@ def fetch_one(
     return row
 
 
-def send_copy(cursor: psycopg.Cursor[Any], query: Query, data: Iterable[Buffer]) -> None:
-    """COPY data to the server.
+def in_copy(cursor: psycopg.Cursor[Any], query: Query, use: Callable[[psycopg.Copy], object]) -> None:
+    """Begin a COPY, and hand it to `use`, which reads or writes it.
 
     psycopg keeps a lock of the connection in the block of `copy`. After Ctrl-C right at the end of that block, the lock
     would stay taken, and the rollback in the same thread would wait for ever.
@@ -55,10 +55,19 @@ def send_copy(cursor: psycopg.Cursor[Any], query: Query, data: Iterable[Buffer])
     copying = cursor.copy(query)
     try:
         with copying as copy:
-            for piece in data:
-                copy.write(piece)
+            use(copy)
     finally:
         copying.gen.close()
+
+
+def send_copy(cursor: psycopg.Cursor[Any], query: Query, data: Iterable[Buffer]) -> None:
+    """COPY data to the server, by `in_copy`."""
+
+    def send(copy: psycopg.Copy) -> None:
+        for piece in data:
+            copy.write(piece)
+
+    in_copy(cursor, query, send)
 
 
 def query_all(

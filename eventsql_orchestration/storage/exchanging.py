@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 import psycopg
 from psycopg import sql
 
 from eventsql_orchestration.database import Connection, Queries
-from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one, send_copy
+from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one, in_copy, send_copy
 from eventsql_orchestration.database.sessions import let_last, wait_at_most
 from eventsql_orchestration.retry import Backoff
 from eventsql_orchestration.storage.log_form import ROOM
@@ -161,13 +162,7 @@ class Exchange:
             let_last(source)
             # If a transaction waits for `connection`, this waits behind it, and the server finds no deadlock.
             wait_at_most(source, WAIT_SECONDS)
-            copying = source.cursor().copy(read)
-            try:
-                with copying as rows:
-                    send_copy(connection.cursor(), write, rows)
-            finally:
-                # As in `send_copy`.
-                copying.gen.close()
+            in_copy(source.cursor(), read, partial(send_copy, connection.cursor(), write))
 
         # With this constraint, attaching the table need not read it while other transactions wait.
         constraint = sql.SQL("ALTER TABLE {new} ADD CONSTRAINT {name} CHECK {check}")
