@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime
 
 from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.database import CallersConnection
 from eventsql_orchestration.queue.queue import Queue
-from eventsql_orchestration.queue.values import Message, NewMessage, QueueStatistics
+from eventsql_orchestration.queue.values import (
+    ArchivedMessage,
+    ErasedMessages,
+    Message,
+    NewMessage,
+    PeekedMessage,
+    QueueDepth,
+    QueueStatistics,
+)
 from eventsql_orchestration.validation import NO_METADATA, Duration, in_seconds
 
 
 @checked
 class AsyncQueue:
-    """`Queue` for tasks of an event loop: it sends, receives and settles. A waiting `receive` takes no thread."""
+    """`Queue` for tasks of an event loop, all but its workers. A waiting `receive` takes no thread."""
 
     def __init__(self, queue: Queue) -> None:
         self.queue = queue
@@ -96,6 +104,38 @@ class AsyncQueue:
         """As `Queue.extend`."""
         await asyncio.to_thread(self.queue.extend, message, seconds)
 
+    async def peek(self, limit: int = 10) -> list[PeekedMessage]:
+        """As `Queue.peek`."""
+        return await asyncio.to_thread(self.queue.peek, limit)
+
+    async def purge(self) -> int:
+        """As `Queue.purge`."""
+        return await asyncio.to_thread(self.queue.purge)
+
+    async def count_of_keys(self, keys: Collection[str]) -> ErasedMessages:
+        """As `Queue.count_of_keys`."""
+        return await asyncio.to_thread(self.queue.count_of_keys, keys)
+
+    async def erase(self, keys: Collection[str]) -> ErasedMessages:
+        """As `Queue.erase`."""
+        return await asyncio.to_thread(self.queue.erase, keys)
+
+    async def delete(self, *, force: bool = False) -> None:
+        """As `Queue.delete`."""
+        await asyncio.to_thread(self.queue.delete, force=force)
+
+    async def redrive(self, limit: int | None = None, *, ids: Iterable[int] | None = None) -> int:
+        """As `Queue.redrive`."""
+        return await asyncio.to_thread(self.queue.redrive, limit, ids=ids)
+
     async def statistics(self) -> QueueStatistics:
         """As `Queue.statistics`."""
         return await asyncio.to_thread(self.queue.statistics)
+
+    async def archived(self, limit: int = 100) -> list[ArchivedMessage]:
+        """As `Queue.archived`."""
+        return await asyncio.to_thread(self.queue.archived, limit)
+
+    async def depth(self) -> QueueDepth:
+        """As `Queue.depth`."""
+        return await asyncio.to_thread(self.queue.depth)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import secrets
 import threading
 from collections.abc import Callable
@@ -16,12 +17,14 @@ import pytest
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.database import Connection, Database
-from eventsql_orchestration.errors import MessageNotFoundError, ValidationError
+from eventsql_orchestration.errors import MessageNotFoundError, QueueInUseError, ValidationError
 from eventsql_orchestration.model import MAX_KEY_BYTES
 from eventsql_orchestration.queue import (
     AsyncQueue,
+    ErasedMessages,
     NewMessage,
     Queue,
+    QueueDepth,
     drop_expired_archives,
     list_queues,
     message_queue,
@@ -484,6 +487,44 @@ def test_a_task_receives_and_acknowledges(platform: EventSQL) -> None:
         return [(message.body, message.key) for message in messages]
 
     assert asyncio.run(work()) == [(b"1", "a")]
+
+
+@pytest.mark.parametrize("name", [name for name in vars(AsyncQueue) if not name.startswith("_")])
+def test_a_call_in_a_task_takes_what_the_queue_takes(name: str) -> None:
+    def taken(owner: type) -> list[tuple[str, object, object]]:
+        parameters = inspect.signature(getattr(owner, name)).parameters.values()
+        return [(each.name, each.kind, each.default) for each in parameters]
+
+    assert taken(AsyncQueue) == taken(Queue)
+
+
+def test_a_task_looks_after_a_queue(platform: EventSQL) -> None:
+    queue = AsyncQueue(Queue(platform, "commands", max_receives=1, retention=60))
+
+    async def work() -> None:
+        await queue.send_all([NewMessage(b"1", key="a"), NewMessage(b"2", key="b"), NewMessage(b"3", key="c")])
+        assert [message.body for message in await queue.peek(2)] == [b"1", b"2"]
+        assert await queue.depth() == QueueDepth(3, 0)
+
+        first, *others = await queue.receive(max_messages=3)
+        await queue.acknowledge(first)
+        assert [message.body for message in await queue.archived()] == [b"1"]
+
+        for message in others:
+            await queue.release(message, reason="no")
+        assert await queue.receive() == []
+        dead = await AsyncQueue(Queue(platform, "commands_dead")).peek()
+        assert await queue.redrive(ids=[message.id for message in dead if message.key == "b"]) == 1
+        assert await queue.count_of_keys(["b", "c"]) == await queue.erase(["b", "c"]) == ErasedMessages(1, 1, 0)
+
+        await queue.send(b"4")
+        assert (await queue.statistics()).depth == await queue.purge() == 1
+        with pytest.raises(QueueInUseError):
+            await queue.delete()
+        await queue.delete(force=True)
+
+    asyncio.run(work())
+    assert [each.name for each in list_queues(platform)] == ["commands_dead"]
 
 
 def test_a_receive_that_is_cancelled_leaves_no_subscription(
