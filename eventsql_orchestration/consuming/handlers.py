@@ -88,7 +88,8 @@ def check_runs(handler: Callable[..., object]) -> None:
     for function in (handler, getattr(handler, "__call__", None)):  # noqa: B004 - a partial has none of its own
         if is_asynchronous(function):
             raise ValidationError(
-                f"handler {_name(handler)} is asynchronous and would never run: make it a plain function"
+                f"handler {_name(handler)} is asynchronous and would never run: make it a plain function, which runs a "
+                "coroutine by `asyncio.run_coroutine_threadsafe(…, loop).result()`"
             )
         if inspect.isgeneratorfunction(function):
             raise ValidationError(

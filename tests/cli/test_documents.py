@@ -60,13 +60,23 @@ def test_the_publishers_of_the_guide_for_services_publish_each_order_and_its_con
 
 
 def test_the_example_of_a_command_answers_it_with_an_event(dsn: str, platform: EventSQL) -> None:
-    play(examples(SERVICES)[3], localhost=dsn)
+    [example] = examples(SERVICES, "document_generated")
+    play(example, localhost=dsn)
     platform.transfer.run_once()
     assert [event.key for event in platform.reader.read("document_generated")] == ["7"]
 
 
+def test_the_handler_that_awaits_runs_its_coroutines_in_the_event_loop(dsn: str, platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("order_placed", 2))
+    platform.publisher.publish_all([Publication("order_placed", b"", key=str(n)) for n in range(20)])
+    platform.transfer.run_once()
+    [example] = examples(SERVICES, "run_coroutine_threadsafe")
+    assert sorted(play(example, localhost=dsn)["notified"]) == sorted(map(str, range(20)))
+
+
 def test_the_example_of_a_test_passes(platform: EventSQL) -> None:
-    play(examples(SERVICES)[6])["test_each_order_is_counted_once"](platform)
+    [example] = examples(SERVICES, "test_each_order_is_counted_once")
+    play(example)["test_each_order_is_counted_once"](platform)
 
 
 def test_the_example_of_a_seek_hands_the_events_of_the_last_hour_to_a_consumer_that_began_at_the_end(
@@ -76,7 +86,8 @@ def test_the_example_of_a_seek_hands_the_events_of_the_last_hour_to_a_consumer_t
     for kind in ("return", "sale"):
         platform.publisher.publish(Publication("order_placed", kind.encode(), metadata={"kind": kind}))
     platform.transfer.run_once()
-    play(examples(SERVICES)[4], localhost=dsn)
+    [example] = examples(SERVICES, "seeker.plan")
+    play(example, localhost=dsn)
     assert capsys.readouterr().out == "0 2 0 2 0\n"
 
     seen: list[bytes | None] = []
@@ -95,7 +106,7 @@ def test_the_example_of_dead_letters_shapes_them_and_redrives_them(
     def fail(*_: object) -> None:
         raise ValueError("no address")
 
-    example = examples(SERVICES)[5]
+    [example] = examples(SERVICES, "with_team")
     shape = play(example, localhost=dsn)["with_team"]
     platform.dead_letters.configure(shape)
     platform.consumers.consume_once("order_placed", "mailer", fail)
