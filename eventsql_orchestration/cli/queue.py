@@ -108,20 +108,22 @@ def list_all(context: CliContext, as_json: AsJson) -> None:
     """List the queues with the numbers of their messages.
 
     Column dead counts the messages that have moved to the queue's dead letters and are still there. Column oldest is
-    the age of the message that was sent first, and column waiting the longest wait of a visible message.
+    the age of the message that was sent first, and column waiting the longest wait of a visible message. Columns sent/s
+    and acknowledged/s are the rates of the last minute, of queues with a retention.
     """
     with context.platform() as platform:
         found = [Queue(platform, name).statistics() for name in sorted(_names(platform))]
     columns: Columns = {
         **same("queue", "visible"), "in flight": "in_flight", **same("delayed", "blocked", "dead"),
         "oldest (s)": "oldest", "waiting (s)": "waiting",
+        "sent/s": "sent_per_second", "acknowledged/s": "acknowledged_per_second",
     }  # fmt: skip
-    show_list(found, columns, as_json=as_json, spare=("oldest (s)", "delayed", "blocked"))
+    show_list(found, columns, as_json=as_json, spare=("acknowledged/s", "sent/s", "oldest (s)", "delayed", "blocked"))
 
 
 @command(queue)
 def describe(context: CliContext, name: QueueName, as_json: AsJson) -> None:
-    """Show the options of QUEUE and the numbers of its messages."""
+    """Show the options of QUEUE, the numbers of its messages, and with a retention its rates of the last minute."""
     with context.platform() as platform:
         found = _existing(platform, name)
         described = {**asdict(found.definition()), **asdict(found.statistics())}
@@ -130,9 +132,13 @@ def describe(context: CliContext, name: QueueName, as_json: AsJson) -> None:
         write_json(described)
     else:
         show_fields({
-            label.replace("_", " "): age(round(value, 1)) if isinstance(value, float) else value
+            label.replace("_", " "): _in_words(label, value) if isinstance(value, float) else value
             for label, value in described.items()
         })  # fmt: skip
+
+
+def _in_words(label: str, value: float) -> str:
+    return f"{value:,.1f}" if label.endswith("_per_second") else age(round(value, 1))
 
 
 @command(queue)

@@ -100,6 +100,11 @@ _STATE_OF_MESSAGE: Final = (
 )  # fmt: skip
 """The columns that tell how many messages wait, and since when; not their contents."""
 
+_TIMES_OF_ARCHIVED: Final = (
+    "SELECT (eql_queue, eql_created_at, eql_acknowledged_at, eql_expires_at) ON {s}.queue_archive"
+)
+"""How many messages were acknowledged, and when; not their contents."""
+
 _MOVED_MESSAGE: Final = (
     "eql_id", "eql_queue", "eql_origin", "eql_in_order", "eql_receives", "eql_unhandled", "eql_receipt",
     "eql_visible_at", "eql_due_at", "eql_history",
@@ -183,6 +188,7 @@ _RIGHTS: Final[Mapping[str, tuple[str, ...]]] = {
         "SELECT ON {s}.queue",
         f"SELECT, DELETE, UPDATE ({', '.join(_MOVED_MESSAGE)}) ON {{s}}.queue_message",
         "INSERT ON {s}.queue_archive",
+        _TIMES_OF_ARCHIVED,
         *(f"EXECUTE ON FUNCTION {{s}}.{name}" for name in _WORK),
     ),
 }  # fmt: skip
@@ -195,6 +201,7 @@ _RIGHTS_OF_ALL_TOPICS: Final[Mapping[str, tuple[str, ...]]] = {
         "SELECT ON SEQUENCE {s}.event_buffer_eql_id_seq",
         "SELECT ON {s}.queue",
         f"SELECT ({', '.join(_STATE_OF_MESSAGE)}) ON {{s}}.queue_message",
+        _TIMES_OF_ARCHIVED,
     ),
 }
 """Further rights of a role of all topics."""

@@ -400,6 +400,8 @@ class MessageQueue:
         found = [QueueUpkeep(table).statistics() for table in self._shards.all()]
         ages = [each.oldest for each in found if each.oldest is not None]
         waits = [each.waiting for each in found if each.waiting is not None]
+        sent = [each.sent_per_second for each in found if each.sent_per_second is not None]
+        acknowledged = [each.acknowledged_per_second for each in found if each.acknowledged_per_second is not None]
         return QueueStatistics(
             self.name,
             visible=sum(each.visible for each in found),
@@ -409,6 +411,8 @@ class MessageQueue:
             dead=sum(each.dead for each in found),
             oldest=max(ages, default=None),
             waiting=max(waits, default=None),
+            sent_per_second=sum(sent) if sent else None,
+            acknowledged_per_second=sum(acknowledged) if acknowledged else None,
         )
 
     def archived(self, limit: int = 100) -> list[ArchivedMessage]:

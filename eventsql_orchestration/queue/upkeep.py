@@ -109,6 +109,7 @@ class QueueUpkeep:
             self._check_deletable(connection, force=force)
 
     def _check_deletable(self, connection: Connection, *, force: bool) -> None:
+        connection.execute(self._queries("may_delete"))
         name, given = self._table.name, {"queue": self._table.id()}
         messages, archive, letters, origins = fetch_one(connection, self._queries("holdings"), given, prepare=False)
         if origins:

@@ -146,10 +146,11 @@ class QueueDefinition:
 
 @dataclass(frozen=True, slots=True)
 class QueueStatistics:
-    """The numbers of a queue's messages by state, and their ages in seconds.
+    """The numbers of a queue's messages by state, their ages in seconds, and its rates in messages per second.
 
     `dead` are the messages that this queue has moved to its dead letters and that are still there. `oldest` is the age
-    of the message that was sent first, `waiting` is the longest wait of a visible message.
+    of the message that was sent first, `waiting` is the longest wait of a visible message. The rates are those of the
+    last minute. They are None for a queue without a `retention`, which keeps nothing of acknowledged messages.
     """
 
     queue: str
@@ -160,6 +161,8 @@ class QueueStatistics:
     dead: int
     oldest: float | None
     waiting: float | None
+    sent_per_second: float | None
+    acknowledged_per_second: float | None
 
     @property
     def depth(self) -> int:

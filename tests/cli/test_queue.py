@@ -41,6 +41,8 @@ def test_a_queue_is_created_filled_looked_at_and_emptied(run: Run) -> None:
     received = shown(run, "queue", "receive", "jobs", "--acknowledge")
     assert [each["body"] for each in received] == ["first"]
     assert [each["body"] for each in shown(run, "queue", "archive", "jobs")] == ["first"]
+    lines = run("queue", "describe", "jobs").stdout.splitlines()
+    assert [line.split()[-1] for line in lines if "per second" in line] == ["0.1", "0.0"]
     assert run("queue", "archive", "--drop-expired").exit_code == 0
     assert "2 messages of queue 'jobs' would be deleted" in run("queue", "purge", "jobs").output
     assert run("queue", "purge", "jobs", "--execute").exit_code == 0

@@ -446,6 +446,18 @@ def test_an_archive_from_before_an_upgrade_is_cleared_although_a_publication_has
         connection.execute("DELETE FROM eventsql.queue_archive")
 
 
+def test_a_login_that_may_count_messages_by_rights_from_before_an_upgrade_reads_the_times_of_the_archive(
+    old: str,
+) -> None:
+    upgrade(old, "0073")
+    with psycopg.connect(old, autocommit=True) as connection:
+        connection.execute("GRANT SELECT ON eventsql.queue_message TO pg_monitor")
+        upgrade(old, migrations.HEAD)
+        for column, may_read in (("eql_acknowledged_at", True), ("eql_created_at", True), ("eql_body", False)):
+            rights = "SELECT has_column_privilege('pg_monitor', 'eventsql.queue_archive', %s, 'SELECT')"
+            assert connection.execute(rights, [column]).fetchone() == (may_read,)
+
+
 def test_a_sender_from_before_an_upgrade_sends_after_it_and_a_new_sender_has_fewer_rights(old: str) -> None:
     upgrade(old, "0060")
     put = f"eventsql.{_PUT}, boolean)"

@@ -385,6 +385,38 @@ def test_acknowledged_messages_are_archived_until_their_retention_ends(database:
     assert queue.archived() == []
 
 
+def test_the_rates_of_a_queue_count_what_was_sent_and_acknowledged_within_the_last_minute(
+    database: Database, session: Connection
+) -> None:
+    Queue(database, "others", retention=60).send(b"other")
+    queue = Queue(database, "commands", retention=60, max_receives=1)
+    queue.send_all([b"%d" % number for number in range(9)])
+    done = queue.receive(max_messages=5)
+    queue.acknowledge_all(done)
+    queue.release(queue.receive()[0])
+    assert [message.body for message in queue.receive(max_messages=4)] == [b"6", b"7", b"8"]
+    found = queue.statistics()
+    assert (found.dead, found.sent_per_second, found.acknowledged_per_second) == (1, 9 / 60, 5 / 60)
+
+    # Of the acknowledged messages, two were sent more than a minute ago, and one of the two was acknowledged then, too.
+    # One message that waits and one dead letter were sent more than a minute ago.
+    earlier = "= now() - interval '61 seconds' WHERE eql_id = ANY (%s)"
+    for changed, ids in (
+        (f"queue_archive SET eql_created_at {earlier}", [done[0].id, done[1].id]),
+        (f"queue_archive SET eql_acknowledged_at {earlier}", [done[1].id]),
+        ("queue_message SET eql_created_at = now() - interval '61 seconds' WHERE eql_body = ANY (%s)", [b"5", b"8"]),
+    ):
+        session.execute(f"UPDATE eventsql.{changed}".encode(), [ids])
+    found = queue.statistics()
+    assert (found.sent_per_second, found.acknowledged_per_second) == (5 / 60, 4 / 60)
+
+
+def test_a_queue_without_a_retention_has_no_rates(queue: Queue) -> None:
+    queue.send(b"1")
+    found = queue.statistics()
+    assert (found.visible, found.sent_per_second, found.acknowledged_per_second) == (1, None, None)
+
+
 def test_archived_messages_are_kept_for_their_retention_in_any_time_zone(dsn: str) -> None:
     with Database(f"{dsn}?options=-ctimezone%3D48") as database:
         queue = Queue(database, "commands", retention=timedelta(hours=1))

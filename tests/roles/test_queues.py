@@ -112,6 +112,14 @@ def test_a_message_that_a_sender_sends_behind_another_of_its_key_waits_out_of_si
     assert (found.visible, found.blocked) == (1, 2)
 
 
+@pytest.mark.parametrize("role", ["worker", "reader"])
+def test_who_may_count_messages_sees_the_rates_of_a_queue(queues: dict[str, Queue], as_: As, role: str) -> None:
+    queues["pictures"].send_all([b"x", b"y"])
+    queues["pictures"].acknowledge(queues["pictures"].receive()[0])
+    found = Queue(as_(role), "pictures").statistics()
+    assert (found.visible, found.sent_per_second, found.acknowledged_per_second) == (1, 2 / 60, 1 / 60)
+
+
 def test_a_sender_and_a_worker_in_sql(queues: dict[str, Queue], login: Login) -> None:
     with psycopg.connect(login("sender"), autocommit=True) as sender:
         sender.execute("SELECT eventsql.queue_send('pictures', 'x'), eventsql.queue_send('letters', 'y', 'k')")

@@ -211,6 +211,17 @@ def test_a_limit_of_dead_letters_is_for_all_shards_together(platform: EventSQL) 
     assert (queue.redrive(0), queue.redrive(9)) == (0, 3)
 
 
+def test_the_rates_of_all_shards_are_added(platform: EventSQL) -> None:
+    queue = Queue(platform, "jobs", retention=60)
+    for shard in platform.shards:
+        each = Queue(shard, "jobs", retention=60)
+        each.send_all([b"x", b"y"])
+        each.acknowledge(each.receive()[0])
+    found = queue.statistics()
+    assert (found.sent_per_second, found.acknowledged_per_second) == (pytest.approx(6 / 60), pytest.approx(3 / 60))
+    assert Queue(platform, "others").statistics().sent_per_second is None
+
+
 def test_a_batch_that_every_shard_refuses_raises_the_refusal_itself(platform: EventSQL) -> None:
     queue = Queue(platform, "jobs")
     queue.definition()

@@ -131,15 +131,30 @@ WHERE m.eql_queue = %(queue)s
 ORDER BY m.eql_priority DESC, m.eql_visible_at, (m.eql_id + 0)
 LIMIT %(limit)s;
 
--- statistics -- The numbers of a queue's messages by state, and their ages in seconds.
+-- statistics -- The numbers of a queue's messages by state, their ages in seconds, and the messages that were sent and
+-- acknowledged within the last minute, a second. Only an archive knows acknowledged messages.
+WITH archived AS (
+    SELECT count(*) AS acknowledged, count(*) FILTER (WHERE eql_created_at > (now() - interval '1 minute')) AS sent
+    FROM {schema}.queue_archive
+    WHERE eql_queue = %(queue)s AND eql_acknowledged_at > (now() - interval '1 minute')
+      AND eql_expires_at > (now() - interval '1 minute')
+), dead AS (
+    SELECT count(*) AS messages, count(*) FILTER (WHERE eql_created_at > (now() - interval '1 minute')) AS sent
+    FROM {schema}.queue_message WHERE eql_origin = %(queue)s
+), keeping AS (
+    SELECT 60.0::float8 AS seconds FROM {schema}.queue WHERE eql_id = %(queue)s AND eql_retention_seconds IS NOT NULL
+)
 SELECT
     count(*) FILTER (WHERE eql_visible_at <= now()),
     count(*) FILTER (WHERE eql_visible_at > now() AND eql_visible_at < 'infinity' AND eql_receipt IS NOT NULL),
     count(*) FILTER (WHERE eql_visible_at > now() AND eql_visible_at < 'infinity' AND eql_receipt IS NULL),
     count(*) FILTER (WHERE eql_visible_at = 'infinity'),
-    (SELECT count(*) FROM {schema}.queue_message d WHERE d.eql_origin = %(queue)s),
+    (SELECT messages FROM dead),
     extract(epoch FROM now() - min(eql_created_at))::float8,
-    extract(epoch FROM now() - min(eql_visible_at) FILTER (WHERE eql_visible_at <= now()))::float8
+    extract(epoch FROM now() - min(eql_visible_at) FILTER (WHERE eql_visible_at <= now()))::float8,
+    (count(*) FILTER (WHERE eql_created_at > (now() - interval '1 minute'))
+     + (SELECT sent FROM dead) + (SELECT sent FROM archived)) / (SELECT seconds FROM keeping),
+    (SELECT acknowledged FROM archived) / (SELECT seconds FROM keeping)
 FROM {schema}.queue_message
 WHERE eql_queue = %(queue)s;
 
@@ -185,6 +200,9 @@ SELECT max(eql_id) FROM {schema}.queue_message WHERE eql_queue = %(queue)s;
 
 -- lock -- Waits for the transactions that have used queues, and keeps later ones waiting until this transaction ends.
 LOCK TABLE {schema}.queue IN ACCESS EXCLUSIVE MODE;
+
+-- may_delete -- Deletes nothing, and fails for a role that may not delete queues.
+DELETE FROM {schema}.queue WHERE false;
 
 -- holdings -- Whether a queue has messages, archived messages that have not expired, and dead letters in other queues,
 -- and the queues whose dead letters it takes.
