@@ -218,7 +218,8 @@ def test_the_rates_of_all_shards_are_added(platform: EventSQL) -> None:
         each.send_all([b"x", b"y"])
         each.acknowledge(each.receive()[0])
     found = queue.statistics()
-    assert (found.sent_per_second, found.acknowledged_per_second) == (pytest.approx(6 / 60), pytest.approx(3 / 60))
+    assert found.sent_per_second == pytest.approx(6 / 60)
+    assert found.acknowledged_per_second == pytest.approx(3 / 60)
     assert Queue(platform, "others").statistics().sent_per_second is None
 
 
