@@ -102,13 +102,12 @@ def check_partitions(partitions: object) -> int:
 
 def check_partition(topic: str, partition: object, partitions: int) -> int:
     """Return `partition`, or raise `PartitionOutOfRangeError` when a topic of `partitions` has no such partition."""
-    if isinstance(partition, bool) or not isinstance(partition, int):
-        raise PartitionOutOfRangeError(f"a partition of topic {topic!r} is a whole number, not {shown(partition)}")
+    number = check_whole(f"a partition of topic {topic!r}", partition, error=PartitionOutOfRangeError)
     least, most = (0, partitions - 1) if partitions != NOT_PARTITIONED else (NOT_PARTITIONED, NOT_PARTITIONED)
-    if not least <= partition <= most:
+    if not least <= number <= most:
         having = f"has partitions 0 to {most}" if most >= 0 else "is not partitioned (its only partition is -1)"
-        raise PartitionOutOfRangeError(f"partition {shown(partition)} is out of range: topic {topic!r} {having}")
-    return partition
+        raise PartitionOutOfRangeError(f"partition {number} is out of range: topic {topic!r} {having}")
+    return number
 
 
 Storage: TypeAlias = Literal["rows", "blocks"]

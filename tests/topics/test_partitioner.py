@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from eventsql_orchestration import NOT_PARTITIONED, EventSQL, Publication, Topic
@@ -72,7 +73,16 @@ def test_a_partitioner_of_ones_own_is_asked_for_every_event(platform: EventSQL) 
     assert [event.partition for event in platform.reader.read("orders")] == [5, 2, 9]
 
 
-@pytest.mark.parametrize("partition", [10, -1, 2.0, None, True])
+def test_a_partitioner_may_choose_by_a_whole_number_of_another_library(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders", 10))
+    platform.publisher.configure_partitioner(lambda _publication, _partitions: np.int64(7))
+    platform.publisher.publish(Publication("orders", b""))
+    platform.publisher.publish_all([Publication("orders", b""), Publication("orders", b"")])
+    platform.transfer.run_once()
+    assert [event.partition for event in platform.reader.read("orders")] == [7, 7, 7]
+
+
+@pytest.mark.parametrize("partition", [10, -1, 2.0, None, True, np.bool_(True), 10**30])
 def test_a_partitioner_that_names_a_partition_that_is_not_there_publishes_nothing(
     platform: EventSQL, partition: int
 ) -> None:
