@@ -12,7 +12,7 @@ from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.store.change import RecordedChange, StoreCheckpoint
 from eventsql_orchestration.store.order import Filters, filters
-from eventsql_orchestration.validation import check_name, check_several
+from eventsql_orchestration.validation import check_name, check_several, shown
 
 _MAX_IDENTIFIER: Final = 63
 
@@ -93,6 +93,8 @@ class CheckedProjection:
         self.tables = [check_name(f"a table of {kind}", each) for each in projection.tables]
         if not self.tables:
             raise ValidationError(f"{kind} has no tables: name all that `create` makes, as in tables = ('orders',)")
+        if len(set(self.tables)) < len(self.tables):
+            raise ValidationError(f"{kind} names a table twice: name each table once in {shown(self.tables)}")
         self.shadow = f"{installation}_shadow_{self.name}"
         """The schema of its rebuilds. Other installations in the database have other schemas."""
         if (more := len(self.shadow.encode()) - _MAX_IDENTIFIER) > 0:
