@@ -73,13 +73,14 @@ def counted(number: int, noun: str) -> str:
 
 
 def age(duration: Duration) -> str:
-    """`30 d`, `1 h 30 min`, `2.5 s`: a duration, for messages, commands and pages."""
-    parts, left = [], in_seconds(duration)
+    """`30 d`, `1 h 30 min`, `2.5 s`, `-1 min`: a duration, for messages, commands and pages."""
+    parts, seconds = [], in_seconds(duration)
+    left = abs(seconds)
     for length, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
         whole, left = divmod(left, length)
         if whole:
             parts.append(f"{whole:,.0f} {unit}")
-    return " ".join([*parts, f"{left:g} s"] if left or not parts else parts)
+    return "-" * (seconds < 0) + " ".join([*parts, f"{left:g} s"] if left or not parts else parts)
 
 
 def advised(words: str, *names: str) -> str:

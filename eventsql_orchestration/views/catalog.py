@@ -17,7 +17,7 @@ from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_o
 from eventsql_orchestration.database.sessions import wait_at_most
 from eventsql_orchestration.errors import ValidationError, ViewConflictError, ViewNotFoundError
 from eventsql_orchestration.model import MAX_AGE
-from eventsql_orchestration.validation import check_kind, check_whole
+from eventsql_orchestration.validation import age, check_kind, check_whole
 from eventsql_orchestration.views.comparison import ViewComparison
 from eventsql_orchestration.views.definitions import (
     Definition,
@@ -251,7 +251,7 @@ class Views:
         Views without such partitions are left out. `by` is at most 100 years.
         """
         if not timedelta() <= by <= MAX_AGE:
-            raise ValidationError(f"by must be a length of time of at most 100 years, not {by}")
+            raise ValidationError(f"by must be a length of time of at most 100 years, not {age(by)}")
         views, until = self.definitions(), self._time(None) - by
         with self._database.connection() as connection:
             due = {view.name: len(self._due(connection, view, until)) for view in views}

@@ -225,7 +225,7 @@ def floor(time: datetime, step: timedelta) -> datetime:
     try:
         return EPOCH + (time - EPOCH) // step * step
     except OverflowError:
-        raise ValidationError(f"time {time} lies in a period of {step} that begins before the year 1") from None
+        raise ValidationError(f"time {time} lies in a period of {age(step)} that begins before the year 1") from None
 
 
 def _check_identifier(what: str, name: object) -> str:
