@@ -23,7 +23,7 @@ from eventsql_orchestration.queue.values import (
     QueueStatistics,
 )
 from eventsql_orchestration.retry import while_busy
-from eventsql_orchestration.validation import advised
+from eventsql_orchestration.validation import advised, counted
 
 T = TypeVar("T")
 
@@ -75,7 +75,7 @@ class QueueUpkeep:
                 connection.execute(self._queries("stranded"), {"queue": queue}, prepare=False)
             return deleted
 
-        while deleted := self._giving_way(purge, "may keep messages"):
+        while deleted := self._giving_way(purge, f"may keep messages, with {counted(purged, 'message')} deleted"):
             purged += deleted
         return purged
 
@@ -97,7 +97,10 @@ class QueueUpkeep:
             return None if queues is None else ErasedMessages(messages, dead_letters, 0)
 
         erased = ErasedMessages(0, 0, 0)
-        while (deleted := self._giving_way(erase, "may keep messages of these keys")) is not None:
+        while True:
+            outcome = f"may keep messages of these keys, with {counted(erased.total, 'message')} deleted"
+            if (deleted := self._giving_way(erase, outcome)) is None:
+                break
             erased += deleted
         with self._database.connection() as connection:
             archived = connection.execute(self._queries("erase_archived"), values, prepare=False).rowcount
@@ -160,12 +163,13 @@ class QueueUpkeep:
         redriven = 0
         while limit is None or redriven < limit:
             most = PURGED_AT_ONCE if limit is None else min(limit - redriven, PURGED_AT_ONCE)
-            moved = self._giving_way(partial(self._redrive, {**values, "limit": most}), "may keep dead letters")
+            outcome = f"may keep dead letters, with {counted(redriven, 'dead letter')} moved back"
+            moved = self._giving_way(partial(self._redrive, {**values, "limit": most}), outcome)
+            if moved:
+                self._table.notify()
             redriven += moved
             if moved < most:
                 break
-        if redriven:
-            self._table.notify()
         return redriven
 
     def _redrive(self, values: Mapping[str, Any], connection: Connection) -> int:

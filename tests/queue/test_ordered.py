@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import threading
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import psycopg
 import pytest
 
 from eventsql_orchestration.database import Connection, Database
+from eventsql_orchestration.database.sessions import wait_at_most
 from eventsql_orchestration.errors import DatabaseBusyError, MessageNotFoundError, RedefinitionError, ValidationError
 from eventsql_orchestration.model import MAX_KEY_BYTES
 from eventsql_orchestration.queue import Message, NewMessage, Queue, upkeep
@@ -621,11 +623,39 @@ def test_purges_and_redrives_say_that_transactions_keep_messages_from_them(
     queue, dead = _with_dead_letters(database)
     first, _ = dead.receive(max_messages=6)
     sessions().execute("SELECT eventsql.queue_acknowledge('graveyard', %s, %s)", [first.id, first.receipt])
-    with pytest.raises(DatabaseBusyError, match="queue 'graveyard' may keep messages"):
+    with pytest.raises(DatabaseBusyError, match="queue 'graveyard' may keep messages, with 0 messages deleted"):
         dead.purge()
-    with pytest.raises(DatabaseBusyError, match="queue 'commands' may keep dead letters"):
+    with pytest.raises(DatabaseBusyError, match="queue 'commands' may keep dead letters, with 0 dead letters moved"):
         queue.redrive()
     assert dead.statistics().depth == 6
+
+
+@pytest.mark.parametrize(
+    ("call", "done"),
+    [
+        (lambda _, dead: dead.purge(), "2 messages deleted"),
+        (lambda _, dead: dead.erase(["a", "b"]), "2 messages deleted"),
+        (lambda queue, _: queue.redrive(), "2 dead letters moved back"),
+    ],
+    ids=["purge", "erase", "redrive"],
+)
+def test_a_call_that_gives_up_says_how_much_it_has_done(
+    database: Database, monkeypatch: pytest.MonkeyPatch, call: Callable[[Queue, Queue], object], done: str
+) -> None:
+    queue, dead = _with_dead_letters(database)
+    transactions = itertools.count(1)
+
+    def limit(connection: Connection, seconds: float) -> None:
+        wait_at_most(connection, seconds)
+        if next(transactions) > 1:
+            raise DatabaseBusyError("a transaction does not end")
+
+    monkeypatch.setattr(upkeep, "wait_at_most", limit)
+    monkeypatch.setattr(upkeep, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(upkeep, "PURGED_AT_ONCE", 2)
+    with pytest.raises(DatabaseBusyError, match=f"with {done}:"):
+        call(queue, dead)
+    assert dead.statistics().depth == 4
 
 
 def _with_dead_letters(database: Database) -> tuple[Queue, Queue]:
