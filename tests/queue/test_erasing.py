@@ -103,7 +103,9 @@ def test_an_erasure_says_that_transactions_keep_messages_from_it(
     ordered.send_all([NewMessage(b"%d" % number, key="a") for number in range(3)])
     (first,) = ordered.receive()
     sessions().execute("SELECT eventsql.queue_acknowledge('letters', %s, %s)", [first.id, first.receipt])
-    with pytest.raises(DatabaseBusyError, match="queue 'letters' may keep messages of these keys, with 0 messages deleted"):
+    with pytest.raises(
+        DatabaseBusyError, match="queue 'letters' may keep messages of these keys, with 0 messages deleted"
+    ):
         ordered.erase(["a"])
     assert ordered.count_of_keys(["a"]).messages == 3
 

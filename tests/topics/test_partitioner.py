@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -74,8 +75,9 @@ def test_a_partitioner_of_ones_own_is_asked_for_every_event(platform: EventSQL) 
 
 
 def test_a_partitioner_may_choose_by_a_whole_number_of_another_library(platform: EventSQL) -> None:
+    chosen: Any = np.int64(7)
     platform.registry.register_topic(Topic("orders", 10))
-    platform.publisher.configure_partitioner(lambda _publication, _partitions: np.int64(7))
+    platform.publisher.configure_partitioner(lambda _publication, _partitions: chosen)
     platform.publisher.publish(Publication("orders", b""))
     platform.publisher.publish_all([Publication("orders", b""), Publication("orders", b"")])
     platform.transfer.run_once()
