@@ -18,6 +18,7 @@ from eventsql_orchestration.airflow.local import LocalAirflow, connection_of
 from eventsql_orchestration.bench.airflow_redis import Redis, start_redis
 from eventsql_orchestration.bench.processes import Crew
 from eventsql_orchestration.bench.session import Session
+from eventsql_orchestration.database.urls import render
 from eventsql_orchestration.model import Publication
 
 DIRECTORY: Final = "EVENTSQL_BENCH_DIRECTORY"
@@ -138,11 +139,11 @@ def airflow(session: Session) -> Iterator[RunningAirflow]:
         directory, server = Path(made), start_redis(crew, made)
         (directory / "dags").mkdir()
         (directory / "dags" / "bench.py").write_text(DAGS, encoding="utf-8")
-        url = database.url.set(drivername="postgresql", database=tables, query={})
+        url = database.url.set(drivername="postgresql", database=tables)
         local = LocalAirflow(
             directory / "airflow", directory / "dags", url.render_as_string(hide_password=False),
             connections={
-                "eventsql_default": connection_of([database.dsn], database.schema),
+                "eventsql_default": connection_of([render(database.given_url)], database.schema),
                 **({} if server is None else {"redis_default": server.url}),
             },
             environment={DIRECTORY: str(directory), TOPIC: topic, WITH_REDIS: "" if server is None else "1"},

@@ -102,7 +102,7 @@ class Session:
     def dsns(self) -> list[str]:
         """The URLs for processes of this run, whose sessions can be told by their application's name."""
         named = {"application_name": self._application}
-        return [render(each.url.update_query_dict(named)) for each in self.databases]
+        return [render(each.given_url.update_query_dict(named)) for each in self.databases]
 
     def describe(self) -> dict[str, object]:
         return machine.describe(self.connection, self.queries)

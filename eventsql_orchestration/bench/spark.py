@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import psycopg
 from psycopg import sql
+from sqlalchemy.engine import URL
 
 from eventsql_orchestration.bench.benchmark import BesideRawCopy, OnTopic, option, workers
 from eventsql_orchestration.bench.figure import Figure, rate, ratio
@@ -21,6 +22,7 @@ from eventsql_orchestration.bench.session import Session, limit_of
 from eventsql_orchestration.bench.worker import Worker
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.database import Database, Queries
+from eventsql_orchestration.database.urls import connect_arguments
 from eventsql_orchestration.errors import BenchmarkError, ConfigurationError, MissingExtraError
 from eventsql_orchestration.model import ROWS
 from eventsql_orchestration.spark import FORMAT, spark_config
@@ -80,6 +82,7 @@ class Spark(OnTopic, BesideRawCopy):
                 f"PostgreSQL's JDBC driver is needed, and {self.jdbc_jar} does not exist: install the package "
                 "libpostgresql-jdbc-java (Debian, Ubuntu), or name the driver's jar with --jdbc-jar"
             )
+        jdbc_options(session.databases[0].url)
         ensure_java(session.home)
         return self.beside_raw_copy(session, lambda: self._compare(session))
 
@@ -211,7 +214,7 @@ class Sides:
         selected = ", ".join(expressions[column.split()[0]] for column in columns.split(", "))
         log = f'"{database.schema}"."{table_name(self.rows)}"'
         options = {
-            **_jdbc(database),
+            **jdbc_options(database.url),
             "dbtable": f"(SELECT {selected} FROM {log} WHERE eql_id <= {end}) events",  # noqa: S608 - own names
             "partitionColumn": "offset",
             "lowerBound": "1",
@@ -244,7 +247,7 @@ class Sides:
             raise BenchmarkError(f"Spark wrote {written} events, and {moved} were transferred: does a transfer run?")
 
     def _write_jdbc(self, spark: SparkSession, database: Database, part: float) -> None:
-        options = {**_jdbc(database), "dbtable": f'"{database.schema}"."{self.table}"'}
+        options = {**jdbc_options(database.url), "dbtable": f'"{database.schema}"."{self.table}"'}
         self._rows(spark, part).write.format("jdbc").options(**options).mode("append").save()
 
 
@@ -269,13 +272,16 @@ def _options(database: Database) -> dict[str, Any]:
     return {"dsn": database.dsn, "schema": database.schema}
 
 
-def _jdbc(database: Database) -> dict[str, Any]:
-    url = database.url
+def jdbc_options(url: URL) -> dict[str, str]:
+    """The options of Spark's JDBC source for a database. Raises `BenchmarkError` for a URL without a host."""
+    given = connect_arguments(url)
+    host = given.get("host", "")
+    if not host or host.startswith("/"):
+        raise BenchmarkError("the JDBC source needs a host: name it in the database URL, such as 127.0.0.1")
     return {
-        "url": f"jdbc:postgresql://{url.host}:{url.port or 5432}/{url.database}",
+        "url": f"jdbc:postgresql://{host}:{given.get('port', 5432)}/{given.get('dbname', '')}",
         "driver": "org.postgresql.Driver",
-        **({"user": url.username} if url.username else {}),
-        **({"password": str(url.password)} if url.password else {}),
+        **{name: given[name] for name in ("user", "password") if name in given},
     }
 
 

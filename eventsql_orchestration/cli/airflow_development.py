@@ -22,6 +22,7 @@ from eventsql_orchestration.cli.airflow_url import airflow_home
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import say
 from eventsql_orchestration.cli.rounds import RunningSystem, prepared, report, steps_shown, transferring
+from eventsql_orchestration.database.urls import render
 from eventsql_orchestration.errors import DatabaseUnavailableError
 from eventsql_orchestration.orchestration.errors import LocalAirflowError, RoundError
 from eventsql_orchestration.orchestration.local_processes import PROCESSES_LOCK, lock_file, take_lock
@@ -54,12 +55,13 @@ def develop(
     ):
         take_lock(lock, home)
         started, before = datetime.now(UTC), Counts.take(platform)
-        urls = [shard.database.dsn for shard in platform.shards]
+        databases = [shard.database for shard in platform.shards]
+        urls = [render(each.given_url) for each in databases]
         # Airflow's tasks move no events.
         with (
             LocalAirflow(
-                home, dags, _metadata_database(urls[0]), environment=environment, port=port, lock=lock,
-                connections={"eventsql_default": connection_of(urls, platform.shards[0].database.schema)},
+                home, dags, _metadata_database(databases[0].dsn), environment=environment, port=port, lock=lock,
+                connections={"eventsql_default": connection_of(urls, databases[0].schema)},
                 start_timeout=timeout,
             ) as airflow,
             transferring(platform, stop_seconds=5.0),

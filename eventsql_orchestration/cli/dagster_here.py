@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import click
 import dagster as dg
 
 from eventsql_orchestration.cli.location import NO_LOCATION, location_here, location_of
+from eventsql_orchestration.cli.warm_spark import spark_environment
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.dagster.backfills.local_launcher import LocalRuns
 from eventsql_orchestration.dagster.backfills.remote_launcher import RemoteDagster
@@ -44,12 +44,7 @@ def dagster_launcher(
             f"{NO_LOCATION}, and no `eventsql dev` runs here: name a running Dagster with --dagster-url, or "
             "definitions with -f or -m"
         )
-    environment = {
-        "EVENTSQL_DSN": " ".join(shard.database.dsn for shard in platform.shards),
-        "EVENTSQL_SCHEMA": platform.shards[0].database.schema,
-        "PYSPARK_PYTHON": sys.executable,
-    }
-    return LocalRuns(location, topic, consumer, environment=environment)
+    return LocalRuns(location, topic, consumer, environment=spark_environment(platform))
 
 
 def local_dagster(home: Path) -> str | None:

@@ -14,6 +14,7 @@ from typing import Final
 
 from eventsql_orchestration.cli.output import complain, say
 from eventsql_orchestration.client.eventsql import EventSQL
+from eventsql_orchestration.database.urls import render
 from eventsql_orchestration.errors import MissingExtraError
 from eventsql_orchestration.orchestration.local_processes import SPARK_LOCK, free_port, kill_group, start_group
 from eventsql_orchestration.spark import SPARK_CONFIG_VARIABLE
@@ -105,11 +106,14 @@ class WarmSpark:
 
 def spark_environment(platform: EventSQL) -> dict[str, str]:
     """Variables that processes with Spark need to read this platform's topics."""
-    database = platform.database
-    database.ensure_schema()
+    databases = [shard.database for shard in platform.shards]
+    for database in databases:
+        database.ensure_schema()
     return {
-        "EVENTSQL_DSN": database.dsn, "EVENTSQL_SCHEMA": database.schema, "PYSPARK_PYTHON": sys.executable
-    }  # fmt: skip
+        "EVENTSQL_DSN": " ".join(render(each.given_url) for each in databases),
+        "EVENTSQL_SCHEMA": databases[0].schema,
+        "PYSPARK_PYTHON": sys.executable,
+    }
 
 
 @contextmanager

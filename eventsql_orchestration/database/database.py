@@ -84,7 +84,9 @@ class Database:
         *, schema: str = DEFAULT_SCHEMA, migrate: bool = True, pool_size: int = 10, max_overflow: int = 20,
         application_name: str = "eventsql",
     ) -> None:  # fmt: skip
-        self.url, self._direct_url = split_direct(parse_dsn(dsn))
+        self.given_url = parse_dsn(dsn)
+        """The URL with its option `direct`, which libpq does not know, for other processes that use this package."""
+        self.url, self._direct_url = split_direct(self.given_url)
         self.schema = check_schema_name(schema)
         self._migrate = migrate
         self._ready = False

@@ -29,13 +29,14 @@ from eventsql_orchestration.bench.figure import (
     ratio,
 )
 from eventsql_orchestration.bench.session import PREFIX, Session, start_publishers
-from eventsql_orchestration.bench.spark import Sides, Spark
+from eventsql_orchestration.bench.spark import Sides, Spark, jdbc_options
 from eventsql_orchestration.bench.statements import counted
 from eventsql_orchestration.bench.store import Store
 from eventsql_orchestration.bench.stream import Stream
 from eventsql_orchestration.bench.table import BENCHMARKS, All
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.database.single_statement import SingleStatement
+from eventsql_orchestration.database.urls import parse_dsn
 from eventsql_orchestration.errors import BenchmarkError
 from eventsql_orchestration.queue import Queue
 from eventsql_orchestration.spark.commit_protocol import Publications
@@ -201,6 +202,16 @@ def test_spark_s_jdbc_source_reads_the_same_events_in_rows(session: Session) -> 
         assert [platform.reader.count(name) for name in topics] == [200, 200]
     with Spark.sized(events=200, storage="rows").sources(session) as (source, rows):
         assert source == rows
+
+
+def test_spark_s_jdbc_source_finds_the_server_that_libpq_finds() -> None:
+    assert jdbc_options(parse_dsn("postgresql://me:secret@/events?host=db&port=5433")) == {
+        "url": "jdbc:postgresql://db:5433/events", "driver": "org.postgresql.Driver",
+        "user": "me", "password": "secret",
+    }  # fmt: skip
+    for without_host in ("postgresql:///events", "postgresql:///events?host=/run/postgresql"):
+        with pytest.raises(BenchmarkError):
+            jdbc_options(parse_dsn(without_host))
 
 
 def test_a_way_of_spark_leaves_nothing_to_vacuum_during_the_next_way(session: Session, dsn: str) -> None:

@@ -17,6 +17,8 @@ from psycopg import sql
 from sqlalchemy.engine import make_url
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
+from eventsql_orchestration.bench.session import Session
+from eventsql_orchestration.cli.warm_spark import spark_environment
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.consuming.deliveries import Deliveries
 from eventsql_orchestration.consuming.leases import Lease
@@ -141,6 +143,16 @@ def test_connections_that_need_a_session_go_past_the_pooler_if_the_url_names_the
         platform.publisher.publish_all(orders(5))
         assert platform.transfer.run_once() == {"orders": 5}
         until(heard.is_set)
+
+
+def test_processes_that_a_command_starts_go_past_the_pooler_too(pooled_dsn: str, direct_dsn: str) -> None:
+    server = make_url(direct_dsn)
+    with EventSQL(f"{pooled_dsn}?direct={server.host}:{server.port}", transfer=False) as platform:
+        with Session(platform) as session:
+            told = [*session.dsns, spark_environment(platform)["EVENTSQL_DSN"]]
+        for dsn in told:
+            with Database(dsn) as database, closing(database.dedicated()) as own:
+                assert not is_pooled(own)
 
 
 @pytest.mark.parametrize(
