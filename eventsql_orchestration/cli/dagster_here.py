@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,13 +12,13 @@ import click
 import dagster as dg
 
 from eventsql_orchestration.cli.location import NO_LOCATION, location_here, location_of
-from eventsql_orchestration.cli.warm_spark import spark_environment
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.dagster.backfills.local_launcher import LocalRuns
 from eventsql_orchestration.dagster.backfills.remote_launcher import RemoteDagster
 from eventsql_orchestration.dagster.local.dagster_process import running_url
 from eventsql_orchestration.dagster.local.instance import CONFIG_FILE, STORAGE_VARIABLE, instance_directory, storage_url
 from eventsql_orchestration.dagster.trace.runs import ServedRuns, StoredRuns
+from eventsql_orchestration.database.urls import render
 from eventsql_orchestration.orchestration.backfills.launcher import Launcher
 from eventsql_orchestration.orchestration.trace.runs import Runs
 
@@ -44,7 +45,12 @@ def dagster_launcher(
             f"{NO_LOCATION}, and no `eventsql dev` runs here: name a running Dagster with --dagster-url, or "
             "definitions with -f or -m"
         )
-    return LocalRuns(location, topic, consumer, environment=spark_environment(platform))
+    environment = {
+        "EVENTSQL_DSN": " ".join(render(shard.database.given_url) for shard in platform.shards),
+        "EVENTSQL_SCHEMA": platform.shards[0].database.schema,
+        "PYSPARK_PYTHON": sys.executable,
+    }
+    return LocalRuns(location, topic, consumer, environment=environment)
 
 
 def local_dagster(home: Path) -> str | None:

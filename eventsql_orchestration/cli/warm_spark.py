@@ -106,12 +106,11 @@ class WarmSpark:
 
 def spark_environment(platform: EventSQL) -> dict[str, str]:
     """Variables that processes with Spark need to read this platform's topics."""
-    databases = [shard.database for shard in platform.shards]
-    for database in databases:
-        database.ensure_schema()
+    database = platform.database
+    database.ensure_schema()
     return {
-        "EVENTSQL_DSN": " ".join(render(each.given_url) for each in databases),
-        "EVENTSQL_SCHEMA": databases[0].schema,
+        "EVENTSQL_DSN": render(database.given_url),
+        "EVENTSQL_SCHEMA": database.schema,
         "PYSPARK_PYTHON": sys.executable,
     }
 

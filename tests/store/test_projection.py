@@ -509,7 +509,8 @@ async def _never_runs(projection: Projection, change: RecordedChange, connection
     [
         _without("name", ""), _without("name", "n" * 60), _without("tables", ()),
         _without("tables", ("sums", "sums")), _without("types", []), _without("types", "order"),
-        _without("kinds", "placed"), _without("apply", _never_runs), _without("tables", "sums"), _without("tables", None), Tableless,
+        _without("kinds", "placed"), _without("apply", _never_runs), _without("tables", "sums"),
+        _without("tables", None), Tableless,
     ],
 )  # fmt: skip
 def test_projections_that_cannot_be_used_are_refused(store: Store, make: Callable[[], Projection]) -> None:
