@@ -149,6 +149,8 @@ class Captures:
             driver.execute(
                 sql.SQL("LOCK TABLE {} IN SHARE ROW EXCLUSIVE MODE").format(sql.Identifier(found.schema, found.name))
             )
+            # Before the lock, the table may have been altered, or another table may have taken its name.
+            found = self._capturable(driver, table)
             chosen_key, chosen = self._chosen(driver, found, key, columns)
 
             own = {"relation": found.relation, "topic": topic}

@@ -552,6 +552,34 @@ def test_a_capture_finds_the_columns_of_a_change_that_was_under_way(
         assert capturing.result().columns == ("remark",)
 
 
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ("ALTER TABLE orders RENAME TO former; CREATE TABLE orders (number bigint PRIMARY KEY)", "number"),
+        ("DROP TABLE orders; CREATE TABLE orders (number bigint PRIMARY KEY)", "number"),
+        ("ALTER TABLE orders DROP COLUMN id, ADD COLUMN other int PRIMARY KEY", "other"),
+    ],
+    ids=["renamed", "made anew", "another key"],
+)
+def test_a_capture_describes_the_table_that_has_the_name_after_a_change_that_was_under_way(
+    platform: EventSQL, sessions: Sessions, session: Connection, until_blocked: UntilBlocked,
+    monkeypatch: pytest.MonkeyPatch, change: str, key: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(captures, "LOCK_SECONDS", 60.0)
+    session.execute("CREATE TABLE orders (id integer PRIMARY KEY)")
+    platform.registry.register_topic(Topic("changes"))
+    changing = sessions()
+    changing.execute(change.encode())
+    with ThreadPoolExecutor(1) as executor:
+        capturing = executor.submit(platform.capture, "orders", "changes")
+        until_blocked()
+        changing.commit()
+        made = capturing.result()
+    assert (made.key, made.problem) == ((key,), None)
+    session.execute(f"INSERT INTO orders ({key}) VALUES (5)".encode())
+    assert platform.transfer.run_once() == {"changes": 1}
+
+
 def test_a_capture_waits_for_writers_and_gives_up(
     platform: EventSQL, sessions: Sessions, session: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
