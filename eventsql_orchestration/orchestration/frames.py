@@ -66,9 +66,11 @@ def event_batches(value: object, topic: str) -> Iterator[pa.RecordBatch]:
     stored.
     """
     if is_pandas_frame(type(value)):
+        frame: Any = value
         try:
-            value = pa.Table.from_pandas(value, preserve_index=False)
-        except pa.ArrowException as error:
+            # Without rows, the type of a column says nothing: a filter that leaves no row keeps no type.
+            value = pa.Table.from_pandas(frame if len(frame) else frame.astype(object), preserve_index=False)
+        except (pa.ArrowException, ValueError, OverflowError) as error:
             raise ValidationError(f"the frame of pandas cannot be published to topic {topic!r}: {error}") from None
     if isinstance(value, pa.RecordBatch):
         value = pa.Table.from_batches([value])
@@ -126,7 +128,7 @@ def _fits(name: str, type_: pa.DataType) -> bool:
     if pt.is_dictionary(type_):
         type_ = type_.value_type
     if pt.is_null(type_):
-        return name != "value"
+        return True
     text = (pt.is_string, pt.is_large_string, pt.is_string_view)
     accepted = {
         "value": (*text, pt.is_binary, pt.is_large_binary, pt.is_binary_view),

@@ -324,8 +324,17 @@ def test_two_processes_that_publish_at_once_publish_once(
     assert stored(bench) == 1, "the staged events of the second process are gone"
 
 
-def test_an_empty_value_is_a_publication(bench: Workbench, materialize: Materialize, metadata: Metadata) -> None:
-    result = materialize(asset([]))
+@pytest.mark.parametrize("form", ["list", "pandas", "pandas, without types", "arrow"])
+def test_an_empty_value_is_a_publication(
+    bench: Workbench, materialize: Materialize, metadata: Metadata, form: str
+) -> None:
+    empty: dict[str, object] = {
+        "list": [],
+        "pandas": of_pandas({"value": []}),
+        "pandas, without types": lambda _: of_pandas({"value": [b"1"], "key": ["a"]})(None).iloc[:0],
+        "arrow": pa.table({"value": pa.nulls(0)}),
+    }
+    result = materialize(asset(empty[form]))
     assert metadata(result, dg.AssetKey("sums"))["published events"] == 0
     assert stored(bench) == 0
 
@@ -335,8 +344,8 @@ def test_an_empty_value_is_a_publication(bench: Workbench, materialize: Material
 MAP = pa.map_(pa.string(), pa.string())
 
 
-def mixed_headers(_: object) -> Any:
-    return importlib.import_module("pandas").DataFrame({"value": ["a", "b"], "headers": [{"a": 1}, {"a": "2"}]})
+def of_pandas(*given: object, **options: object) -> Callable[[object], Any]:
+    return lambda _: importlib.import_module("pandas").DataFrame(*given, **options)
 
 
 def stumbles(_: object) -> Iterator[Publication]:
@@ -344,6 +353,8 @@ def stumbles(_: object) -> Iterator[Publication]:
         yield Publication("sums", b"%d" % number)
     raise ValidationError("no more")
 
+
+OF_PANDAS = "the frame of pandas cannot be published to topic 'sums'"
 
 REFUSED: list[tuple[object, type[EventSQLError], str]] = [
     (pa.table({"key": ["a"]}), ValidationError, "column 'value' is missing"),
@@ -362,7 +373,12 @@ REFUSED: list[tuple[object, type[EventSQLError], str]] = [
     ([{"value": "v", "partition": 2}], PartitionOutOfRangeError, "partition 2 is out of range"),
     ([{"value": "v", "partition": 2**70}], PartitionOutOfRangeError, "is not a partition"),
     ([{"value": "\ud800"}], ValidationError, "event 1 for topic 'sums': its value cannot be written as UTF-8"),
-    (mixed_headers, ValidationError, "the frame of pandas cannot be published to topic 'sums'"),
+    (of_pandas({"value": ["a", "b"], "headers": [{"a": 1}, {"a": "2"}]}), ValidationError, OF_PANDAS),
+    (of_pandas([["v", "w"]], columns=["value", "value"]), ValidationError, OF_PANDAS),
+    (of_pandas({"value": ["v"], "partition": [2**70]}), ValidationError, OF_PANDAS),
+    (of_pandas({"value": ["\ud800"]}, dtype=object), ValidationError, OF_PANDAS),
+    (of_pandas(columns=["value", "price"]), ValidationError, "column 'price'"),
+    (pa.table({"value": pa.nulls(1)}), InvalidPublicationError, "column 'value' is null"),
     ([1], ValidationError, "event 1 for topic 'sums' is of type int"),
     (lambda _: 7, ValidationError, "int cannot be published"),
     ("text", ValidationError, "str cannot"),
