@@ -170,7 +170,10 @@ def _duration(text: str) -> timedelta:
 
 def _moment(text: str) -> datetime:
     if _LIKE_A_DURATION.fullmatch(text):
-        return datetime.now(UTC) - _duration(text)
+        try:
+            return datetime.now(UTC) - _duration(text)
+        except OverflowError:
+            raise click.BadParameter(f"{text!r} before now is before the year 1") from None
     if not text[:1].isdecimal():
         raise click.BadParameter(f"{text!r} is not a time such as 2026-05-01T12:00:00Z, nor a duration such as 2h")
     return _time(text)

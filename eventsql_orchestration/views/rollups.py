@@ -15,6 +15,7 @@ from psycopg.rows import tuple_row
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import CallersConnection, Connection, Database
 from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.model import MAX_AGE
 from eventsql_orchestration.validation import (
     age,
     check_kind,
@@ -221,6 +222,8 @@ class RollupView:
             raise ValidationError(
                 f"every: {age(step)} is not a multiple of {age(rollup.grain)}, the grain of {rollup.name!r}"
             )
+        if step > MAX_AGE:
+            raise ValidationError(f"every: {age(step)} is not possible: use at most 100 years")
         wanted = {} if where is None else dict(where)
         for name in (*wanted, *(by or ())):
             if name not in rollup.dimensions:

@@ -46,6 +46,7 @@ REFUSED: list[tuple[click.ParamType[Any], tuple[str, ...]]] = [
     (Seconds(0.1, 3_600), ("", "0", "0s", "2h", "3601", "nan", "1y", "soon")),
     (SIZE, ("", "GiB", "-1", "10 G", "10GBit", "1e9", "1,000")),
     (TIME, ("2026-05-01T12:00:00", "2026-05-01", "noon", "2026-13-01T00:00:00Z", "")),
+    (MOMENT, ("", "now", "-2h", "1000000d", "2026-05-01")),
     (PLACE, ("", "now", "Earliest", "1.5", "2026-05-01", "PT", "1h of them", "²")),
     (Number(0, min_open=True), ("nan", "inf", "1e400", "-1", "0", "x")),
 ]  # fmt: skip

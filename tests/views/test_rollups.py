@@ -232,7 +232,8 @@ def test_an_entry_that_cannot_be_stored_is_refused_before_any_of_its_batch_is_wr
     "question",
     [
         {"since": NOON.replace(tzinfo=None)}, {"until": NOON.replace(tzinfo=None)}, {"every": timedelta(seconds=90)},
-        {"every": timedelta(0)}, {"by": ["place"]}, {"where": {"place": "a"}}, {"tenant": "a\nb"},
+        {"every": timedelta(0)}, {"every": 10_000_000 * DAY}, {"by": ["place"]}, {"where": {"place": "a"}},
+        {"tenant": "a\nb"},
     ],
 )  # fmt: skip
 def test_a_question_that_makes_no_sense_is_refused(nowhere: Database, question: dict[str, Any]) -> None:
