@@ -563,7 +563,7 @@ def test_a_capture_finds_the_columns_of_a_change_that_was_under_way(
 )
 def test_a_capture_describes_the_table_that_has_the_name_after_a_change_that_was_under_way(
     platform: EventSQL, sessions: Sessions, session: Connection, until_blocked: UntilBlocked,
-    monkeypatch: pytest.MonkeyPatch, change: str, key: str,
+    *, monkeypatch: pytest.MonkeyPatch, change: str, key: str,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(captures, "LOCK_SECONDS", 60.0)
     session.execute("CREATE TABLE orders (id integer PRIMARY KEY)")
