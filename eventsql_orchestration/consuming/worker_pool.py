@@ -271,9 +271,7 @@ class Consumption(Running):
                 if partition not in found:
                     slot.due = now + self._idle_delay()
                     slot.empty = asked[partition] == 1
-                    if slot.empty:
-                        slot.least = 1
-                    else:
+                    if not slot.empty:
                         slot.due = min(slot.due, slot.enough_at)
                     continue
                 if slot.empty and not woken and self._notified():
@@ -352,13 +350,12 @@ class Consumption(Running):
 
         with self._poller:
             if outcome.more:
-                slot.least, slot.deaf = 1, False
                 self._queue.append(slot)
                 self._queued.notify()
                 return
 
             due_in = self._idle_delay() if outcome.due_in is None else outcome.due_in
-            slot.least, slot.deaf, slot.empty = outcome.least, outcome.deaf, False
+            slot.least, slot.deaf = outcome.least, outcome.deaf
             slot.enough_at = now + due_in if outcome.least > 1 else 0.0
             if outcome.due_in is None and rest is not None:
                 due_in, slot.deaf = rest - now, True
