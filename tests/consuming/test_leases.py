@@ -23,6 +23,7 @@ from eventsql_orchestration.errors import (
     ClaimLostError,
     ConsumerNotFoundError,
     ConsumptionError,
+    DatabaseFullError,
     DatabaseUnavailableError,
     ValidationError,
 )
@@ -475,11 +476,12 @@ def test_a_handler_that_loses_a_claim_of_its_own_spends_the_attempts_of_its_even
     assert [letter.origin for letter in platform.dead_letters.list("payments")] == [f"payments:-1:{ids[0]}"]
 
 
-def test_a_full_disk_fails_no_event_and_leaves_no_lease(platform: EventSQL, until: Until) -> None:
+@pytest.mark.parametrize("error", [FullDiskError(), DatabaseFullError("the server is out of memory")])
+def test_a_full_disk_fails_no_event_and_leaves_no_lease(platform: EventSQL, until: Until, error: Exception) -> None:
     fill(platform, 1)
 
     def find_it_full(_: Sequence[Event]) -> None:
-        raise FullDiskError
+        raise error
 
     seen = Seen(find_it_full)
     with platform.consumers.start_leased("payments", "mailer", seen, polling_delay=POLLING):
@@ -676,11 +678,11 @@ def test_stopping_lets_the_handler_finish(platform: EventSQL, halt: Halt) -> Non
 
 
 def test_a_handler_that_does_not_end_in_time_loses_its_lease_to_others_at_once(platform: EventSQL, halt: Halt) -> None:
-    ids = fill(platform, 3)
+    ids, told = fill(platform, 3), list[bool]()
 
     def handle(events: Sequence[Event], lease: Lease) -> None:
         halt()
-        assert lease.lost.is_set()
+        told.append(lease.lost.is_set())
         write_leased(events, lease)
 
     consumption = platform.consumers.start_leased("payments", "mailer", handle, lease=3600.0)
@@ -690,7 +692,7 @@ def test_a_handler_that_does_not_end_in_time_loses_its_lease_to_others_at_once(p
     assert isinstance(claim, Claim)
     halt.end()
     assert consumption.stop(timeout=60)
-    assert effects(platform) == []
+    assert (told, effects(platform)) == ([True], [])
     platform.claims.process(claim, write)
     assert effects(platform) == ids
     assert state(platform).failed_event_id is None
