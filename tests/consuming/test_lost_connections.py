@@ -415,6 +415,27 @@ def test_an_event_whose_leased_handler_ends_its_connection_or_always_loses_it_be
     assert cause in reason
 
 
+def test_events_whose_leased_handler_loses_its_connection_once_each_keep_their_attempts(
+    platform: EventSQL, terminate: Terminate, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_pool, "FAULT_DELAY", 0.01)
+    monkeypatch.setattr(lost_connections, "FREE_SECONDS", 0.0)
+    platform.registry.register_consumer(Consumer("orders", "mailer"), max_attempts=1)
+    met: list[int] = []
+
+    def handle(events: Sequence[Event], lease: Lease) -> None:
+        met.extend(event.id for event in events)
+        with lease.transaction() as connection:
+            write(events, connection)
+            if met.count(events[0].id) == 1:
+                terminate(connection)
+
+    with platform.consumers.start_leased("orders", "mailer", handle, max_events=1, polling_delay=0.02):
+        until(lambda: state_of(platform).last_event_id == 10)
+    assert len(met) == 20 > FREE_LOSSES
+    assert effects(platform) == list(range(1, 11))
+
+
 def test_an_event_whose_leased_handler_wraps_the_error_of_a_lost_connection_keeps_its_attempts(
     platform: EventSQL, terminate: Terminate, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
