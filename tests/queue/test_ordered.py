@@ -127,6 +127,24 @@ def test_a_receiver_finds_other_keys_behind_thousands_of_a_key_that_is_held(data
     assert bodies(queue.receive(max_messages=10)) == [b"other"]
 
 
+def test_a_receive_ends_although_messages_come_behind_a_held_key_as_fast_as_it_parks_them(
+    queue: Queue, session: Connection
+) -> None:
+    queue.send(b"held", key="long")
+    queue.receive()
+    session.execute(
+        "CREATE FUNCTION public.send() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
+        "IF (SELECT count(*) FROM eventsql.queue_message) > 1000 THEN RAISE 'the receive does not end'; END IF; "
+        "INSERT INTO eventsql.queue_message "
+        "(eql_queue, eql_key, eql_in_order, eql_body, eql_metadata, eql_visible_at) "
+        "SELECT eql_id, 'long', true, 'x', '{}', clock_timestamp() FROM eventsql.queue; RETURN NULL; END $$; "
+        "CREATE TRIGGER send AFTER UPDATE ON eventsql.queue_message EXECUTE FUNCTION public.send(); "
+        "UPDATE eventsql.queue_message SET eql_body = 'held'"
+    )
+    assert queue.receive(max_messages=10) == []
+    assert numbers(queue)[3] >= 50
+
+
 def test_a_receive_gives_out_its_messages_while_their_timeout_is_young(queue: Queue, session: Connection) -> None:
     queue.send(b"held", key="long")
     queue.receive()
