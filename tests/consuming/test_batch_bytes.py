@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -99,6 +100,25 @@ def test_a_batch_that_does_not_fit_into_memory_is_read_in_parts(
     claimed = claim(platform, topic)
     assert platform.claims.process(claimed, lambda events, _: sizes.append(len(events))).consumed == EVENTS
     assert max(sizes) <= 2
+
+
+def test_a_batch_that_cannot_be_read_during_a_stop_is_not_tried_again(
+    platform: EventSQL, topic: str, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, reads = threading.Event(), list[int]()
+
+    def find_it_too_large(*_given: Any, limit: int, **_range: Any) -> Any:
+        begun.wait()
+        started.stop_soon()
+        reads.append(limit)
+        raise MemoryError
+
+    monkeypatch.setattr(reading.LogReader, "read_batch", find_it_too_large)
+    started = platform.consumers.start_batch(topic, "mailer", write)
+    begun.set()
+    until(lambda: reads)
+    assert started.stop(timeout=60)
+    assert len(reads) == 1
 
 
 def test_a_leased_consumer_commits_each_part_of_its_claim(platform: EventSQL, topic: str, until: Until) -> None:
