@@ -744,6 +744,21 @@ def test_an_event_whose_handler_outlasts_the_stop_is_not_handed_out_beside_it(
     assert later.ids == ids[2:]
 
 
+def test_an_event_whose_transaction_outlasts_the_stop_is_handed_out_again_at_once(
+    platform: EventSQL, until: Until, halt: Halt
+) -> None:
+    ids = fill(platform, "a")
+    started = platform.consumers.start_queue(
+        "payments", "mailer", lambda _event, _connection: halt(), lease=3_600.0, polling_delay=POLLING
+    )
+    halt.await_reached()
+    assert not started.stop(timeout=0.01)
+    later = Seen()
+    with platform.consumers.start_queue("payments", "mailer", later, polling_delay=POLLING):
+        until(lambda: at_rest(platform))
+    assert later.ids == ids
+
+
 def test_a_handler_may_stop_its_consumption(platform: EventSQL, until: Until) -> None:
     ids = fill(platform, 5)
     begun = threading.Event()
