@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import count
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import psycopg
@@ -914,6 +916,33 @@ def test_no_event_is_begun_after_the_end_of_a_lease_before_the_lease_is_renewed(
         assert seen.ids == ids[:1]
         started._renew()
         until(lambda: not kept(platform))
+
+
+def test_no_event_is_begun_whose_call_outlasts_the_lease(
+    platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    consumers, hand_out, passed = platform.shards[0].consumers, Deliveries.hand_out, [0.0]
+    monkeypatch.setattr(consumers, "_listener", None)
+    monkeypatch.setattr(queue_consumption, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0]))
+
+    def take_too_long(own: Deliveries, worker: int, partition: int, limit: int) -> HandOut:
+        handed = hand_out(own, worker, partition, limit)
+        passed[0] = 7_200.0
+        return handed
+
+    monkeypatch.setattr(Deliveries, "hand_out", take_too_long)
+    ids, seen = fill(platform, "a"), Seen()
+    with consumers.start_queue("payments", "mailer", seen, workers=1, lease=3_600.0, polling_delay=3_600.0) as started:
+
+        def decided() -> bool:
+            with started._lock:
+                waits = bool(started._working._waiters)  # type: ignore[attr-defined]  # its condition's
+                return bool(seen.ids or (started._backlog.ready and waits))
+
+        until(decided)
+        assert seen.ids == []
+        started._renew()
+        until(lambda: seen.ids == ids)
 
 
 def test_events_of_a_failed_call_are_handed_out_again_and_those_under_way_are_not(
