@@ -179,6 +179,43 @@ def test_a_failed_change_is_tried_again_and_those_before_it_count(store: Store) 
     assert store.subscriptions()[0].attempts == 0
 
 
+def test_the_changes_before_a_failed_change_are_handed_over_once_more_and_alone(store: Store) -> None:
+    put(store, "1", *range(6))
+    handed: list[int] = []
+
+    def picky(change: RecordedChange, connection: Connection) -> None:
+        handed.append(change.data["n"])
+        if handed.count(3) < 3 and change.data["n"] == 3:
+            raise ValueError("not today")
+
+    subscription = subscribed(store, picky)
+    assert drain(subscription) == 3
+    assert handed == [0, 1, 2, 3, 0, 1, 2, 3]
+    due_now(store)
+    assert subscription.run_once().handled == 3
+
+
+def test_a_failure_that_cannot_be_noted_is_noted_before_the_change_is_handed_over_again(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store, "1", 1)
+    handed: list[RecordedChange] = []
+
+    def fails(change: RecordedChange, _connection: Connection) -> None:
+        handed.append(change)
+        raise ValueError("never")
+
+    def away(*_: object) -> Progress:
+        raise DatabaseUnavailableError("gone")
+
+    subscription = subscribed(store, fails, max_attempts=1)
+    with monkeypatch.context() as patch, pytest.raises(DatabaseUnavailableError):
+        patch.setattr(subscription, "_note_failure", away)
+        subscription.run_once()
+    assert subscription.run_once().more
+    assert len(store.dead_letters("mailer")) == len(handed) == 1
+
+
 @pytest.mark.parametrize(
     "how",
     [
@@ -294,6 +331,30 @@ def test_a_replay_while_a_change_fails_skips_nothing(store: Store) -> None:
     assert effects(store) == [1, 2, 3, 1, 2, 3, 4]
 
 
+def test_a_replay_lets_a_failed_change_be_tried_at_once_and_as_often_as_a_new_one(store: Store) -> None:
+    def fails(change: RecordedChange, _connection: Connection) -> None:
+        raise ValueError("not today")
+
+    put(store, "1", 1)
+    subscription = subscribed(store, fails, max_attempts=2)
+    drain(subscription)
+    store.replay("mailer")
+    drain(subscription)
+    assert [(each.attempts, each.dead_letters) for each in store.subscriptions()] == [(1, 0)]
+
+
+def test_the_letters_of_another_subscription_stay(store: Store) -> None:
+    def fails(change: RecordedChange, _connection: Connection) -> None:
+        raise ValueError("never")
+
+    put(store, "1", 1)
+    for name in ("mailer", "billing"):
+        drain(store.subscribe(name, fails, background=False, options=SubscriptionOptions(max_attempts=1)))
+    store.replay("mailer")
+    assert store.dismiss("mailer") == 0
+    assert len(store.dead_letters("billing")) == 1
+
+
 def test_a_move_to_now_that_waits_for_a_subscription_goes_behind_what_it_has_handled_meanwhile(
     store: Store, sessions: Sessions, until_blocked: UntilBlocked
 ) -> None:
@@ -319,6 +380,7 @@ def test_a_move_to_now_that_waits_for_a_subscription_goes_behind_what_it_has_han
 def test_a_replay_drops_the_letters_of_changes_that_are_handed_over_again(store: Store) -> None:
     adopted(store.database, 2)
     put(store, "1", 3, 4)
+    put(store, "old 1", 5)
     mended = False
 
     def picky(change: RecordedChange, connection: Connection) -> None:
@@ -332,9 +394,9 @@ def test_a_replay_drops_the_letters_of_changes_that_are_handed_over_again(store:
     mended = True
     store.replay("mailer", store.checkpoint_of("order", "old 1", 1))
     assert [letter.aggregate_id for letter in store.dead_letters("mailer")] == ["old 1"]
-    assert drain(subscription) == 3
+    assert drain(subscription) == 4
     assert subscription.redrive() == 1
-    assert effects(store) == [2, 3, 2, 3, 4, 1]
+    assert effects(store) == [2, 3, 5, 2, 3, 4, 5, 1]
 
 
 @pytest.mark.parametrize(
