@@ -73,7 +73,11 @@ def test_each_change_takes_effect_once(store: Store) -> None:
     put(store, "2", 4)
     assert drain(subscribed(store)) == 1
     assert effects(store) == [1, 2, 3, 4]
+    before = store.subscriptions()
     assert drain(subscription) == 0
+    assert [each.handled_at for each in store.subscriptions()] == [each.handled_at for each in before], (
+        "nothing is written"
+    )
 
 
 def test_a_new_subscription_begins_where_it_is_told(store: Store) -> None:
@@ -103,11 +107,13 @@ def test_a_change_that_took_its_place_first_and_commits_last_is_handled_in_its_p
 ) -> None:
     early = sessions()
     subscription = subscribed(store)
+    store.subscribe("riders", effect, types=["rider"], background=False)
     put(store, "1", 1, connection=early)
     put(store, "2", 2)
     assert drain(subscription) == 0
-    (lag,) = store.subscriptions()
+    lag, riders = store.subscriptions()
     assert (lag.waiting, lag.held_back) == (0, 1)
+    assert (riders.held_back, riders.held_back_by) == (0, None)
     assert lag.held_back_by is not None
     assert f"process {early.info.backend_pid} " in lag.held_back_by.description
 
@@ -274,7 +280,8 @@ def test_a_change_that_keeps_failing_becomes_a_dead_letter(
     assert effects(store) == [1, 3]
     (letter,) = store.dead_letters("mailer")
     assert (letter.aggregate_type, letter.aggregate_id, letter.version, letter.attempts) == ("order", "1", 2, 2)
-    assert store.subscriptions()[0].dead_letters == 1
+    (lag,) = store.subscriptions()
+    assert (lag.handled, lag.dead_letters) == (2, 1)
     assert caplog.text.count("Traceback (most recent call last):") >= 2
     if how == "raises":
         assert caplog.text.count('raise ValueError("never")') == 2
@@ -285,6 +292,26 @@ def test_a_change_that_keeps_failing_becomes_a_dead_letter(
     assert subscription.redrive() == 1
     assert store.dead_letters("mailer") == []
     assert effects(store) == [1, 3, 2]
+
+
+def test_a_commit_that_fails_for_a_moment_is_not_the_failure_of_a_change(store: Store) -> None:
+    put(store, "1", 1)
+    with store.database.connection() as connection:
+        connection.execute(
+            "CREATE FUNCTION public.conflict() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
+            "RAISE 'try again' USING ERRCODE = 'serialization_failure'; END $$"
+        )
+        connection.execute(
+            "CREATE CONSTRAINT TRIGGER conflicting AFTER INSERT ON public.effects DEFERRABLE INITIALLY DEFERRED "
+            "FOR EACH ROW EXECUTE FUNCTION public.conflict()"
+        )
+    subscription = subscribed(store, max_attempts=1)
+    with pytest.raises(DatabaseError):
+        subscription.run_once()
+    assert store.dead_letters("mailer") == []
+    with store.database.connection() as connection:
+        connection.execute("DROP TRIGGER conflicting ON public.effects")
+    assert drain(subscription) == 1
 
 
 def test_dead_letters_are_dismissed_by_their_ids_or_all(store: Store) -> None:
@@ -519,6 +546,22 @@ def test_a_subscription_that_fails_waits_longer_than_between_two_looks(
     monkeypatch.setattr(subscription._wake, "wait", wait)
     subscription.run(stop)
     assert waits == [FAULT_DELAY, SubscriptionOptions().polling_delay]
+
+
+def test_a_subscription_that_was_woken_waits_for_the_next_notification(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subscription, stop, woken = subscribed(store), threading.Event(), list[bool]()
+
+    def wait(_seconds: float) -> bool:
+        woken.append(subscription._wake.is_set())
+        stop.set()
+        return False
+
+    subscription._wake.set()
+    monkeypatch.setattr(subscription._wake, "wait", wait)
+    subscription.run(stop)
+    assert woken == [False]
 
 
 @pytest.mark.parametrize("lose", [stand_still, Connection.close, fail_and_close, None])
@@ -786,6 +829,27 @@ def test_a_subscription_among_the_changes_of_an_earlier_server_stays_there_in_an
     assert store.adopt().subscriptions == 0
     assert drain(subscription) == 3
     assert effects(store) == [1, 2, 3, 4, 5]
+
+
+def test_the_lag_is_that_of_the_changes_of_this_server_and_of_an_earlier_one(store: Store) -> None:
+    def lag() -> tuple[int, int]:
+        """The changes that wait, and the minutes since the oldest of them."""
+        (found,) = store.subscriptions()
+        return found.waiting, round(found.seconds / 60)
+
+    adopted(store.database, 4)
+    put(store, "1", 5)
+    put(store, "1", 6)
+    subscription = subscribed(store, batch=2)
+    with store.database.connection() as connection:
+        connection.execute(
+            "UPDATE eventsql.aggregate_change "
+            "SET eql_created_at = now() - make_interval(hours => 10 - (eql_data ->> 'n')::int)"
+        )
+    found = [lag()]
+    while subscription.run_once().handled:
+        found.append(lag())
+    assert found == [(6, 540), (4, 420), (2, 300), (0, 0)]
 
 
 def test_a_handler_that_would_never_run_is_refused(store: Store) -> None:
