@@ -332,12 +332,13 @@ def test_changes_from_before_the_order_come_first_and_can_be_read_in_parts(store
     adopted(store.database, 5)
     put(store, "old 3", 6)
     put(store, "new", 7)
-    read: list[int] = []
+    read: list[list[int]] = []
     place: StoreCheckpoint | None = None
     while (found := read_on(store, place, limit=2))[0]:
-        read += found[0]
+        read.append(found[0])
         place = found[1]
-    assert read == [1, 2, 3, 4, 5, 6, 7]
+    assert read == [[1, 2], [3, 4], [5, 6], [7]]
+    assert place == store.newest()
     assert numbers(store.read_all(store.checkpoint_of("order", "old 4", 1))) == [5, 6, 7]
 
 

@@ -258,6 +258,22 @@ def test_saves_that_commit_late_are_in_a_rebuilt_table_once(
     assert sums(store) == {"1": (1, 1), "2": (2, 1), "3": (3, 1)}
 
 
+def test_a_rebuild_in_small_batches_leaves_no_save_out_whose_transaction_began_first_and_saved_last(
+    store: Store, projections: Projections, sessions: Sessions
+) -> None:
+    """Both saves are beyond the horizon."""
+    foreign, early = sessions(), sessions()
+    for each in (foreign, early):
+        each.execute("SELECT pg_current_xact_id()")
+    with store.database.transaction() as connection:
+        save(store, projections, "2", 2, connection=connection)
+    save(store, projections, "1", 1, connection=early)
+    early.commit()
+    assert projections.rebuild("sums", batch=1) == 2
+    assert sums(store) == {"1": (1, 1), "2": (2, 1)}
+    foreign.commit()
+
+
 class Raised(Sums):
     """Changes the rows that are there."""
 

@@ -306,7 +306,7 @@ def test_a_commit_that_fails_for_a_moment_is_not_the_failure_of_a_change(store: 
             "FOR EACH ROW EXECUTE FUNCTION public.conflict()"
         )
     subscription = subscribed(store, max_attempts=1)
-    with pytest.raises(DatabaseError):
+    with pytest.raises(psycopg.errors.SerializationFailure):
         subscription.run_once()
     assert store.dead_letters("mailer") == []
     with store.database.connection() as connection:
