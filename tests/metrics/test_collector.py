@@ -11,9 +11,11 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Retention, Topic
+from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.metrics import PlatformCollector
+from eventsql_orchestration.metrics.counts import Highest
 from eventsql_orchestration.metrics.figures import FiguresReader
 from eventsql_orchestration.metrics.readings import Readings
 from eventsql_orchestration.queue import NewMessage, Queue
@@ -80,7 +82,7 @@ def execute(platform: EventSQL, statement: str) -> None:
 
 @pytest.fixture
 def orders(platform: EventSQL) -> EventSQL:
-    platform.registry.register_topic(Topic("orders", 3, retention=Retention(seconds=3600)))
+    platform.registry.register_topic(Topic("orders", 3, retention=Retention(seconds=3600, bytes=10**9)))
     platform.registry.register_consumer(Consumer("orders", "mailer", partitioned=True), max_attempts=2)
     platform.registry.register_consumer(Consumer("orders", "auditor"))
     return platform
@@ -100,6 +102,8 @@ def test_a_scrape_follows_events_from_the_buffer_to_the_consumer(
     assert before("eventsql_consumer_lag_events", consumer="mailer", cause="transfer") == 3
     assert before("eventsql_consumer_partitions", consumer="mailer", cause="transfer") == 2
     assert before("eventsql_consumer_partitions", consumer="mailer", cause="none") == 1
+    assert before("eventsql_buffer_seconds", topic="orders") > 0
+    assert before("eventsql_consumer_lag_seconds", consumer="mailer") > 0
 
     orders.transfer.run_once()
     moved = scrape()
@@ -108,7 +112,9 @@ def test_a_scrape_follows_events_from_the_buffer_to_the_consumer(
     assert moved("eventsql_consumer_lag_events", consumer="auditor", cause="waiting") == 3
     assert moved("eventsql_consumer_lag_seconds", consumer="auditor") > 0
     assert moved("eventsql_topic_bytes", topic="orders") > 0
+    assert moved("eventsql_topic_oldest_seconds", topic="orders") > 0
     assert moved("eventsql_retention_seconds", topic="orders") == 3600
+    assert moved("eventsql_retention_bytes", topic="orders") == 10**9
 
     consume(orders, "orders", "auditor")
     after = scrape()
@@ -166,7 +172,10 @@ def test_dead_letters_and_claims_are_counted(orders: EventSQL, scrape: Callable[
     execute(
         orders, "UPDATE eventsql.consumer SET eql_lease_expires_at = now() - interval '1 s' WHERE eql_partition = 0"
     )
-    assert scrape()("eventsql_claims_expired", topic="orders", consumer="mailer") == 1
+    execute(orders, "UPDATE eventsql.consumer_claim SET eql_created_at = now() - interval '1 hour'")
+    expired = scrape()
+    assert expired("eventsql_claims_expired", topic="orders", consumer="mailer") == 1
+    assert 3600 <= expired("eventsql_claim_oldest_seconds", topic="orders", consumer="mailer") < 3700
 
     # A process that needs no claims consumes the range.
     consume(orders, "orders", "mailer")
@@ -200,6 +209,12 @@ def test_a_subscription_is_behind_by_the_changes_that_it_has_not_handled(
     mailer.run_once()
     now = scrape()
     assert (of("lag_seconds"), of("held_back_seconds"), of("changes_handled_total")) == (0, 0, 3)
+
+    # As in a dump that was restored on another server, and is not adopted yet.
+    execute(platform, "UPDATE eventsql.store_home SET eql_server = '1'")
+    now = scrape()
+    assert now("eventsql_up") == 1
+    assert not [each for each in now.samples if "subscription" in each.name]
 
 
 def test_messages_of_queues_are_counted_by_their_state(
@@ -259,10 +274,20 @@ def test_counters_do_not_go_back_and_begin_anew_with_a_new_topic(
     found = scrape()
     assert found("eventsql_events_published_total") == found("eventsql_events_transferred_total") == 4
     assert found("eventsql_events_consumed_total", consumer="mailer") == 4
+    orders.registry.unregister_consumer("orders", "mailer")
+    orders.registry.register_consumer(Consumer("orders", "mailer", partitioned=True))
+    assert scrape()("eventsql_events_consumed_total", consumer="mailer") == 4
 
     orders.registry.unregister_topic("orders", force=True)
     orders.registry.register_topic(Topic("orders", 3))
     assert scrape()("eventsql_events_published_total") == 0
+
+
+def test_a_count_that_was_too_high_for_a_moment_is_not_taken_back() -> None:
+    published = Highest()
+    assert [published.of({"orders": count}) for count in (6, 3, 7)] == [{"orders": count} for count in (6, 6, 7)]
+    assert published.of({}) == {}
+    assert published.of({"orders": 1}) == {"orders": 1}
 
 
 def test_a_scrape_that_is_held_up_counts_nothing_again(
@@ -290,12 +315,17 @@ def test_a_scrape_that_is_held_up_counts_nothing_again(
 
 
 def test_side_consumers_of_backfills_and_partitions_bring_no_series(orders: EventSQL) -> None:
-    orders.registry.register_consumer(Consumer("orders", "mailer__backfill_b1_0_10", partitioned=True))
+    side = Consumer("orders", "mailer__backfill_b1_0_10", partitioned=True)
+    orders.registry.register_consumer(side)
+    publish(orders, "orders", 2, 3)
+    assert isinstance(orders.claims.claim("orders", side.name, 0, owner="me"), Claim)
     usual = Scrape(PlatformCollector(orders))
     assert {each.labels.get("consumer") for each in usual.samples} == {None, "mailer", "auditor"}
     assert all("partition" not in each.labels for each in usual.samples)
     asked = Scrape(PlatformCollector(orders, partitions=True))
     assert len([each for each in asked.samples if each.name == "eventsql_partition_lag_events"]) == 4
+    assert asked("eventsql_partition_lag_events", consumer="mailer", partition="1") == 3
+    assert asked("eventsql_partition_lag_seconds", consumer="mailer", partition="1") > 0
 
 
 def test_a_reading_has_a_fixed_number_of_statements_for_each_topic(orders: EventSQL, said_by: SaidBy) -> None:

@@ -56,6 +56,21 @@ def test_a_database_rests_after_a_reading(read: Callable[[], Figures], seconds: 
     assert begun == [0.0, seconds + rest]
 
 
+def test_an_outage_is_one_line_in_the_log_and_its_end_another(caplog: pytest.LogCaptureFixture) -> None:
+    clock, answers = Clock(), iter([unreachable, unreachable, lambda: FIGURES, lambda: FIGURES, unreachable])
+
+    def read() -> Figures:
+        return next(answers)()
+
+    readings = Readings("a database", read, interval=10.0, clock=clock)
+    for _ in range(5):
+        clock.now += 10.0
+        readings.begin()
+        readings.latest(PATIENCE)
+    said = ["cannot" in record.message for record in caplog.records if record.name.endswith(".readings")]
+    assert said == [True, False, True]
+
+
 def test_a_database_is_read_again_after_no_thread_could_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_room(_thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
