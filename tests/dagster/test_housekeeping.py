@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
+from typing import Any
 
 import dagster as dg
 import pytest
 
-from eventsql_orchestration import EventSQL, Publication, Topic
+from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.dagster import (
     EventSQLResource,
     HistoryRetention,
@@ -23,6 +24,7 @@ from eventsql_orchestration.dagster import (
     build_housekeeping_schedule,
     consumer_asset,
 )
+from eventsql_orchestration.dagster.housekeeping import schedule
 from eventsql_orchestration.dagster.housekeeping.prune import (
     delete_claims,
     delete_reports,
@@ -44,7 +46,9 @@ from eventsql_orchestration.dagster.tags import (
 from eventsql_orchestration.errors import ClaimLostError, ValidationError
 from eventsql_orchestration.model import Retention
 from eventsql_orchestration.orchestration.backfills.registry import Backfills
+from eventsql_orchestration.orchestration.backfills.windows import ReplayRange
 from eventsql_orchestration.storage import segments
+from eventsql_orchestration.topics.positions import Earliest
 from tests.dagster.conftest import Workbench, sql
 from tests.dagster.location import eager, record
 
@@ -131,6 +135,32 @@ def test_the_job_keeps_history_by_its_retention(instance: dg.DagsterInstance, ds
     assert ids(instance) == {*kept, result.run_id}
 
 
+def test_each_kind_of_history_is_kept_for_its_own_time(
+    instance: dg.DagsterInstance, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hours: dict[str, int] = {}
+
+    def noting(name: str) -> Callable[..., int]:
+        def note(*given: Any, before: datetime) -> int:
+            kind = given[1] if name == "delete_runs" else name
+            hours[kind] = round((datetime.now(UTC) - before) / timedelta(hours=1))
+            return 0
+
+        return note
+
+    for name in ("delete_runs", "delete_reports", "delete_claims", "delete_publications"):
+        monkeypatch.setattr(schedule, name, noting(name))
+    history = HistoryRetention(
+        internal_hours=1, consumer_hours=2, backfill_hours=3, observation_hours=4, claim_hours=5, publication_hours=6
+    )
+    location = build_definitions([], history=history, eventsql=EventSQLResource(dsn=dsn))
+    assert location.resolve_job_def("housekeeping").execute_in_process(instance=instance).success
+    assert hours == {
+        HOUSEKEEPING_INTERNAL: 1, HOUSEKEEPING_CONSUMER: 2, HOUSEKEEPING_BACKFILL: 3, "delete_reports": 4,
+        "delete_claims": 5, "delete_publications": 6,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("field", [field.name for field in fields(HistoryRetention)])
 def test_a_negative_retention_is_refused(field: str) -> None:
     with pytest.raises(ValidationError, match=field):
@@ -194,7 +224,8 @@ def test_the_windows_of_a_backfill_are_deleted_with_its_last_run(bench: Workbenc
     assert planning.execute_in_process(instance=bench.instance, run_config=configured).success
     windows = bench.instance.get_dynamic_partitions(name)
     assert len(windows) == 2
-    bench.instance.add_dynamic_partitions(name, ["somebody's own"])
+    bench.instance.add_dynamic_partitions(name, ["somebody's own", "older:0-2"])
+    backfill_id = windows[0].partition(":")[0]
 
     def keep_house(*, after_days: int = 2) -> dict[str, int]:
         delete_runs(bench.instance, HOUSEKEEPING_BACKFILL, before=datetime.now(UTC) + timedelta(seconds=1))
@@ -202,17 +233,29 @@ def test_the_windows_of_a_backfill_are_deleted_with_its_last_run(bench: Workbenc
         now = datetime.now(UTC) + timedelta(days=after_days)
         return delete_windows(registered, bench.instance, [*eager.asset.specs, *backfill.asset.specs], now=now)
 
+    assert keep_house(after_days=0) == {name: 1}, "another backfill is over"
     assert keep_house() == {}, "it is registered"
+    bench.instance.add_dynamic_partitions(name, ["older:2-4"])
     replay = location.resolve_job_def("backfill_eager")
     for key in windows:
         assert replay.execute_in_process(instance=bench.instance, partition_key=key).success
     running = bench.instance.create_run_for_job(
         replay,
-        tags={BACKFILL_TAG: windows[0].partition(":")[0], BACKFILL_OF_TAG: "rides/eager"},
+        tags={BACKFILL_TAG: backfill_id, BACKFILL_OF_TAG: "rides/eager"},
         status=dg.DagsterRunStatus.STARTED,
     )
-    assert keep_house() == {}, "a run of it is not over"
+    assert keep_house() == {name: 1}, "a run of it is not over"
     bench.instance.delete_run(running.run_id)
+
+    # Another consumer has a backfill of the same id.
+    bench.platform.registry.register_consumer(Consumer("rides", "other"))
+    backfills = Backfills(bench.platform.shards)
+    backfills.register(backfills.plan("rides", "other", ReplayRange(Earliest())), backfill_id)
+    bench.instance.create_run_for_job(
+        replay,
+        tags={BACKFILL_TAG: backfill_id, BACKFILL_OF_TAG: "rides/other"},
+        status=dg.DagsterRunStatus.STARTED,
+    )
     assert keep_house(after_days=0) == {}, "a run that plans a backfill registers it after its partitions"
     assert keep_house() == {name: 2}
     assert bench.instance.get_dynamic_partitions(name) == ["somebody's own"]
@@ -289,6 +332,27 @@ def test_reports_from_before_the_tag_was_renamed_are_deleted(stored: dg.DagsterI
         stored.report_runless_asset_event(dg.AssetMaterialization(asset_key=ASSET, tags=former))
     assert delete_reports(stored, [], before=datetime.now(UTC) + timedelta(seconds=1)) == 1, "the newest stays"
     assert counts(platform)["event_logs"] == 1
+
+
+def test_the_result_of_a_check_in_a_run_goes_after_its_run_unless_it_is_the_newest(
+    stored: dg.DagsterInstance, platform: EventSQL
+) -> None:
+    @dg.asset(key=ASSET)
+    def ledger() -> None: ...
+
+    @dg.asset_check(asset=ASSET, name="delivered")
+    def delivered() -> dg.AssetCheckResult:
+        return dg.AssetCheckResult(passed=True)
+
+    gone, kept, newest = (dg.materialize([ledger, delivered], instance=stored).run_id for _ in range(3))
+    stored.delete_run(gone)
+    stored.delete_run(newest)
+
+    later = datetime.now(UTC) + timedelta(seconds=1)
+    assert delete_reports(stored, [ledger_check.key], before=later - timedelta(hours=1)) == 0
+    assert delete_reports(stored, [ledger_check.key], before=later) == 1
+    left = sql(platform, f"SELECT run_id FROM {STORAGE_SCHEMA}.asset_check_executions ORDER BY id")
+    assert left == [(kept,), (newest,)]
 
 
 def test_reports_outside_of_postgresql_are_left(shared_instance: dg.DagsterInstance) -> None:
