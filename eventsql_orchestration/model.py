@@ -261,7 +261,8 @@ class Event:
     """An event of a topic's ordered log; it cannot be changed.
 
     `id` is its offset: unique and growing within the topic, over all its partitions, with gaps. `buffered_at` is the
-    time of its publication, `created_at` the time when it entered the log.
+    time of its publication, `created_at` the time when it entered the log. A time of another program may be outside of
+    the years 1 to 9999, or infinite: it is the nearest time that Python has.
 
     `erased`: `eventsql topic erase` has removed its value and metadata. Its `value` is None then, and its metadata has
     the time of the erasure as `eventsql_erased`.
@@ -361,7 +362,12 @@ def how_often(times: int | str) -> str:
 
 
 def _decoded_time(time: datetime | int) -> datetime:
-    return _POSTGRESQL_EPOCH + timedelta(microseconds=time) if isinstance(time, int) else time
+    if not isinstance(time, int):
+        return time
+    try:
+        return _POSTGRESQL_EPOCH + timedelta(microseconds=time)
+    except OverflowError:
+        return datetime.max.replace(tzinfo=UTC) if time > 0 else datetime.min.replace(tzinfo=UTC)
 
 
 class Placement(NamedTuple):

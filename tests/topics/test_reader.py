@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 import pytest
 
 from eventsql_orchestration import EventSQL, Publication, Topic
@@ -89,6 +91,28 @@ def test_a_clock_that_went_back_is_not_a_negative_lag(platform: EventSQL) -> Non
     with platform.database.connection() as connection:
         connection.execute(f"UPDATE eventsql.{stored('orders')} SET eql_buffered_at = now() + interval '1 hour'")
     assert platform.reader.seconds_behind("orders", after=0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("stored_time", "read"),
+    [
+        ("infinity", datetime.max.replace(tzinfo=UTC)),
+        ("20000-01-01", datetime.max.replace(tzinfo=UTC)),
+        ("-infinity", datetime.min.replace(tzinfo=UTC)),
+        ("0100-01-01 BC", datetime.min.replace(tzinfo=UTC)),
+    ],
+)
+def test_a_time_that_python_lacks_is_read_as_the_nearest(platform: EventSQL, stored_time: str, read: datetime) -> None:
+    """As a program may write it that inserts events with times of its own."""
+    with platform.database.connection() as connection:
+        connection.execute(
+            "INSERT INTO eventsql.event_buffer (eql_topic, eql_partition, eql_value, eql_metadata, eql_created_at) "
+            "VALUES ('orders', 0, '', '{}', %s)",
+            [stored_time],
+        )
+    platform.transfer.run_once()
+    (event,) = platform.reader.read("orders", after=12)
+    assert event.buffered_at == read
 
 
 def test_a_missing_topic_or_partition_is_named(platform: EventSQL) -> None:
