@@ -493,13 +493,16 @@ def test_an_event_that_is_due_again_at_once_waits_for_no_polling_delay(
     platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(failures, "FIRST_BACKOFF", 0.0)
-    ids, errors = fill(platform, 1), [ValueError("once")]
+    errors = [ValueError("once")]
 
     def fail(_events: Sequence[Event]) -> None:
         if errors:
             raise errors.pop()
 
     with platform.consumers.start_leased("payments", "mailer", Seen(fail), polling_delay=1e6):
+        # A consumption that is not notified looks again at once.
+        until(lambda: platform.shards[0].listener.listening)
+        ids = fill(platform, 1)
         until(lambda: state(platform).last_event_id == ids[-1])
 
 
