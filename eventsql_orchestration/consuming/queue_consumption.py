@@ -213,8 +213,7 @@ class QueueConsumption(Running):
                 self._start_over(worker)
                 return
             with self._working:
-                if self._worker == worker:
-                    self._lease_until = max(self._lease_until, began + self._lease)
+                self._lease_until = max(self._lease_until, began + self._lease)
                 self._backlog.add(handed.deliveries)
                 self._working.notify(len(handed.deliveries))
                 # A partition that was handed out goes behind the others.
@@ -408,9 +407,8 @@ class QueueConsumption(Running):
                 self._lost(worker)
             return
         with self._working:
-            if self._worker == worker:
-                self._lease_until = max(self._lease_until, began + self._lease)
-                self._working.notify_all()
+            self._lease_until = max(self._lease_until, began + self._lease)
+            self._working.notify_all()
 
     def _lost(self, worker: int) -> None:
         """Forget the events of a lease that has ended, and begin a new lease. Call with `_exchange`."""
