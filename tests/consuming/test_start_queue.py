@@ -596,7 +596,9 @@ def test_a_partition_that_is_locked_for_too_long_keeps_no_lease_of_the_others(
         until(lambda: len(seen.ids) == 3)
         running.stop_soon()
         halt.end()
-    assert [state.partition for state in states(platform, "orders") if state.lease_owner is not None] == locked
+    assert locked
+    # A call for events that was under way may have moved the offset of the locked partition.
+    assert {state.partition for state in states(platform, "orders") if state.lease_owner is not None} <= {*locked}
     assert workers(platform) == 0
 
 
