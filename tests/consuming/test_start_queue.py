@@ -733,6 +733,31 @@ def test_a_process_does_not_wait_for_another_that_renews_its_late_lease(
         assert own.renew(late)
 
 
+def test_an_offset_moves_at_once_although_the_last_event_is_acknowledged_during_a_call_for_others(
+    platform: EventSQL, until: Until, halt: Halt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue_consumption, "IDLE_POLLING", 3_600.0)
+    fill(platform, "a")
+    hand_out, held = Deliveries.hand_out, list[bool]()
+
+    def outlast_the_handler(own: Deliveries, worker: int, partition: int, limit: int) -> HandOut:
+        handed = hand_out(own, worker, partition, limit)
+        if handed.held and not handed.deliveries:
+            held.append(True)
+            halt.end()
+            until(lambda: started._backlog.idle(partition))
+        return handed
+
+    monkeypatch.setattr(Deliveries, "hand_out", outlast_the_handler)
+    consumers = platform.shards[0].consumers
+    monkeypatch.setattr(consumers, "_listener", None)
+    with consumers.start_queue("payments", "mailer", Seen(halt), lease=3_600.0, polling_delay=3_600.0) as started:
+        halt.await_reached()
+        started._wake()
+        until(lambda: at_rest(platform))
+    assert held == [True]
+
+
 def test_an_event_whose_handler_outlasts_the_stop_is_not_handed_out_beside_it(
     platform: EventSQL, until: Until, halt: Halt
 ) -> None:
