@@ -160,7 +160,7 @@ def test_after_a_seek_back_a_tick_that_takes_the_partition_from_a_run_that_drain
     assert bench.effects() == [*ids, *ids]
 
 
-def test_a_tick_waits_for_a_starting_successor_and_not_for_an_ended_successor(bench: Workbench) -> None:
+def test_a_tick_waits_for_a_starting_successor_and_not_for_an_ended_or_repeated_one(bench: Workbench) -> None:
     bench.publish("long", 3)
     ended = bench.run(long)
     bench.publish("long", 3)
@@ -171,6 +171,11 @@ def test_a_tick_waits_for_a_starting_successor_and_not_for_an_ended_successor(be
     assert reason == f"run {successor.run_id} takes over from run {ended.run_id}"
 
     bench.instance.report_run_failed(successor)
+    # It replays the range of the successor, and takes nothing over.
+    bench.instance.create_run_for_job(
+        bench.job(long), status=dg.DagsterRunStatus.STARTING, tags={SUCCEEDS_TAG: ended.run_id},
+        parent_run_id=successor.run_id, root_run_id=successor.run_id,
+    )  # fmt: skip
     request = bench.request(long)
     assert ".dagster/eventsql_claim" in request.tags
 

@@ -14,8 +14,10 @@ from dagster._core.execution.api import execute_run
 
 from eventsql_orchestration import Event, Topic
 from eventsql_orchestration.consumer import EVERY_EVENT, EventFilter
+from eventsql_orchestration.consuming.claims import Claim, Claims
 from eventsql_orchestration.dagster import AssetOptions, ConsumerDefinition, EventSQLResource, RunLimits, consumer_asset
 from eventsql_orchestration.dagster.consumers.reexecution import ancestors, is_automatic_retry, repeats_success
+from eventsql_orchestration.dagster.tags import LATE_TAG
 from eventsql_orchestration.database import Connection
 from tests.dagster.conftest import Metadata, Workbench, registering
 from tests.dagster.location import record, slow
@@ -141,6 +143,32 @@ def test_a_run_that_failed_before_its_commit_and_is_executed_again_consumes_its_
 
 AUTOMATIC = {"dagster/retry_number": "1"}
 """The tag that Dagster's daemon gives a run that it launches as a retry."""
+
+
+@pytest.mark.parametrize("reported", [False, True])
+def test_a_run_that_is_executed_again_and_has_lost_its_range_succeeds_unless_it_was_reported_as_dead(
+    reexecuting: Workbench, monkeypatch: pytest.MonkeyPatch, *, reported: bool
+) -> None:
+    reexecuting.publish("orders", 5)
+    dead, _ = reexecuting.adopted(slow, reexecuting.request(slow), dg.DagsterRunStatus.FAILURE)
+    adopt = Claims.adopt
+
+    def lose(self: Claims, claim_id: int, **options: Any) -> Claim:
+        monkeypatch.setattr(Claims, "adopt", adopt)
+        (run,) = reexecuting.instance.get_runs(dg.RunsFilter(statuses=[dg.DagsterRunStatus.STARTED]))
+        if reported:
+            reexecuting.instance.report_run_failed(run)
+        self.release(self.get(claim_id)[0])
+        return adopt(self, claim_id, **options)
+
+    monkeypatch.setattr(Claims, "adopt", lose)
+    again = dg.ReexecutionOptions(parent_run_id=dead)
+    with dg.execute_job(
+        dg.reconstructable(slow_job), instance=reexecuting.instance, reexecution_options=again, raise_on_error=False
+    ) as result:
+        assert result.success is not reported
+        assert LATE_TAG not in reexecuting.stored(result.run_id).tags
+    assert reexecuting.effects() == []
 
 
 def test_an_automatic_retry_of_a_run_that_succeeded_after_all_replays_nothing(reexecuting: Workbench) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
@@ -12,13 +13,15 @@ from typing import Any
 import dagster as dg
 import pytest
 from dagster._core.execution.build_resources import wrap_resources_for_execution
+from dagster._core.remote_origin import RegisteredCodeLocationOrigin, RemoteRepositoryOrigin
 
 from eventsql_orchestration import Consumer, EventSQL, Topic
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, RunLimits, TickOptions, consumer_asset
 from eventsql_orchestration.dagster.consumers.consumer_tick import ConsumerWatch
 from eventsql_orchestration.dagster.consumers.options import DEFAULT_TICKS
-from eventsql_orchestration.dagster.tags import FINISHED, LATE_TAG
+from eventsql_orchestration.dagster.consumers.tick import evaluate
+from eventsql_orchestration.dagster.tags import CLAIMED_AT_TAG, FINISHED, LATE_TAG, location_tags
 from eventsql_orchestration.errors import RedefinitionError
 from eventsql_orchestration.orchestration.owners import owner_of_run
 from tests.dagster.conftest import Workbench, registering, request_of
@@ -271,6 +274,24 @@ def test_runs_that_fail_from_the_same_offset_again_and_again_are_requested_less_
 
     reason = bench.tick(eager.sensors[0])
     assert reason.startswith(f"2 runs failed from offset 0, the last run is {run_id}; the next is requested")
+
+
+def test_failed_runs_of_another_location_delay_no_run(bench: Workbench) -> None:
+    """A location on another database may have a consumer of the same name, and Dagster may serve both."""
+    bench.publish("rides", 5)
+    job, tags = bench.job(eager), bench.request(eager).tags
+    ours, theirs = RegisteredCodeLocationOrigin("ours"), RegisteredCodeLocationOrigin("theirs")
+    for location, claim in ((ours, {}), (theirs, {CLAIMED_AT_TAG: "1"}), (theirs, {CLAIMED_AT_TAG: "2"})):
+        origin = RemoteRepositoryOrigin(location, "__repository__").get_job_origin(job.name)
+        run = bench.instance.create_run_for_job(
+            job, tags={**tags, **claim}, status=dg.DagsterRunStatus.STARTED, remote_job_origin=origin
+        )
+        bench.instance.report_run_failed(run)
+
+    watch = ConsumerWatch(TOPIC, eager.consumer, "eager", EAGER, "s")
+    own_runs = location_tags(ours, "__repository__")
+    answer = evaluate(watch, bench.platform, bench.instance, logging.getLogger, own_runs=own_runs)
+    assert not isinstance(answer, dg.SkipReason), answer
 
 
 def test_retries_that_find_nothing_to_do_do_not_hide_that_runs_keep_failing(bench: Workbench) -> None:
