@@ -142,11 +142,11 @@ def test_lines_are_kept_as_they_were_written(database: Database, runs: LogsView)
     ],
 )
 def test_a_line_that_cannot_be_stored_is_refused_before_any_of_its_batch_is_written(
-    nowhere: Database, wrong: Callable[[], Any]
+    database: Database, runs: LogsView, wrong: Callable[[], Any]
 ) -> None:
-    connection: Any = None
-    with pytest.raises(ValidationError):
-        LogsView(nowhere, RUNS).write(connection, [LogEntry("a", "line", NOON), wrong()])
+    with database.transaction() as connection, pytest.raises(ValidationError):
+        runs.write(connection, [LogEntry("a", "line", NOON), wrong()])
+    assert runs.search() == []
 
 
 @pytest.mark.parametrize(

@@ -571,12 +571,13 @@ def test_events_that_the_consumer_is_not_handed_or_got_once_more_are_left_out(wo
     filtered = EventFilter(keys=frozenset({"a", "b"}))
     world.platform.registry.register_consumer(Consumer(TOPIC, CONSUMER, partitioned=True), filter=filtered)
     world.consume()
-    again = Publication(TOPIC, b"4", key="a", metadata={"redriven_consumer": CONSUMER})
-    world.platform.publisher.publish(again)
+    for consumer, value in ((CONSUMER, b"4"), ("another", b"8")):
+        again = Publication(TOPIC, value, key="a", metadata={"redriven_consumer": consumer})
+        world.platform.publisher.publish(again)
     world.platform.transfer.run_once()
     world.consume(lambda _events, _connection: None)
-    assert world.views.rebuild(Steps()) == 4
-    assert world.rows("steps") == [("a", 0), ("a", 4), ("b", 1), ("b", 5)]
+    assert world.views.rebuild(Steps()) == 5
+    assert world.rows("steps") == [("a", 0), ("a", 4), ("a", 8), ("b", 1), ("b", 5)]
 
 
 def test_a_rebuild_that_would_lose_something_is_refused(world: World, database: Database) -> None:

@@ -221,11 +221,11 @@ def test_writers_at_once_neither_lose_an_addition_nor_deadlock(database: Databas
     ],
 )
 def test_an_entry_that_cannot_be_stored_is_refused_before_any_of_its_batch_is_written(
-    nowhere: Database, wrong: Callable[[], Any]
+    database: Database, orders: RollupView, wrong: Callable[[], Any]
 ) -> None:
-    connection: Any = None
-    with pytest.raises(ValidationError):
-        RollupView(nowhere, ORDERS).add(connection, [entry(), wrong()])
+    with database.transaction() as connection, pytest.raises(ValidationError):
+        orders.add(connection, [entry(), wrong()])
+    assert orders.read() == []
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_visitors_are_counted_once_and_quantiles_are_those_of_all(database: Data
 
 def test_slots_buckets_and_dimensions_are_merged_when_they_are_read(database: Database, visits: RollupView) -> None:
     for slot in range(3):
-        entries = (visit(f"v{slot} {at % 4}", at, at, f"page {at % 2}") for at in range(10))
+        entries = (visit(f"v{slot} {at % 4}", at, at // 2, f"page {at % 2}") for at in range(10))
         add(database, visits, *entries, slot=slot)
     add(database, visits, visit("other", 99), tenant="acme")
     (hour,) = visits.read(every=HOUR, by=())

@@ -79,11 +79,11 @@ def test_entries_of_many_tenants_are_appended_in_one_call(database: Database, or
     [(["acme"], ValidationError), (["acme"] * 3, ValidationError), (["acme", "a\nb"], InvalidNameError)],
 )
 def test_tenants_that_do_not_fit_the_entries_are_refused_before_anything_is_written(
-    nowhere: Database, tenants: list[str], error: type[Exception]
+    database: Database, orders: TimelineView, tenants: list[str], error: type[Exception]
 ) -> None:
-    connection: Any = None
-    with pytest.raises(error):
-        TimelineView(nowhere, ORDERS).append(connection, [("1", {}, NOON)] * 2, tenant=tenants)
+    with database.transaction() as connection, pytest.raises(error):
+        orders.append(connection, [("1", {}, NOON)] * 2, tenant=tenants)
+    assert orders.read("1", tenant="acme") == []
 
 
 def test_the_newest_entries_are_read_page_by_page(database: Database, orders: TimelineView) -> None:
@@ -198,11 +198,11 @@ def test_data_and_times_come_back_as_they_were(database: Database, orders: Timel
     ],
 )
 def test_an_entry_that_cannot_be_stored_is_refused_before_any_of_its_batch_is_written(
-    nowhere: Database, entry: Any, error: type[Exception]
+    database: Database, orders: TimelineView, entry: Any, error: type[Exception]
 ) -> None:
-    connection: Any = None
-    with pytest.raises(error):
-        TimelineView(nowhere, ORDERS).append(connection, [("1", {}, NOON), entry])
+    with database.transaction() as connection, pytest.raises(error):
+        orders.append(connection, [("1", {}, NOON), entry])
+    assert orders.read("1") == []
 
 
 def test_reading_a_resource_goes_through_an_index_of_each_partition(database: Database, orders: TimelineView) -> None:
