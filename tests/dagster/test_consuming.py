@@ -136,6 +136,13 @@ def test_a_run_drains_up_to_its_limit_of_events(bench: Workbench) -> None:
     assert isinstance(bench.request(definition), dg.RunRequest), "the rest is the next run's"
 
 
+def test_a_run_whose_limit_leaves_less_than_a_range_ends_before_it(bench: Workbench) -> None:
+    definition = define(min_events=4, max_events=4, drain_seconds=30.0, drain_events=6)
+    ids = bench.publish("rides", 12)
+    assert bench.run(definition, bench.request(definition)).success
+    assert bench.effects() == ids[:4]
+
+
 def test_a_run_drains_up_to_its_limit_of_seconds(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
     passed = [0.0]
 

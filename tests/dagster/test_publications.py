@@ -8,9 +8,10 @@ import pytest
 from eventsql_orchestration import EventSQL, Topic
 from eventsql_orchestration.dagster import EventSQLResource, build_housekeeping_schedule, publish_events
 from eventsql_orchestration.dagster.housekeeping.prune import delete_publications
-from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError
+from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError, EventSQLError
 from eventsql_orchestration.orchestration import publication
 from eventsql_orchestration.orchestration.owners import airflow_run
+from eventsql_orchestration.spark.commit_protocol import Publications
 from tests.dagster.conftest import registering, sql
 
 LATER = timedelta(days=30)
@@ -68,6 +69,22 @@ def test_a_database_that_is_away_after_a_publication_does_not_hide_that_it_was_p
         with pytest.raises(EventSQLError, match="nothing twice"):
             publish(instance, eventsql)
     assert len(left(platform)) == 1
+
+
+def test_a_publication_that_fails_leaves_no_staged_event(
+    instance: dg.DagsterInstance, eventsql: EventSQLResource, platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def staged() -> int:
+        return int(sql(platform, "SELECT count(*) FROM eventsql.spark_staged_event")[0][0])
+
+    def fail(*_: object) -> bool:
+        assert staged() == 1
+        raise DatabaseError("no")
+
+    monkeypatch.setattr(Publications, "publish", fail)
+    with pytest.raises(DatabaseError):
+        publish(instance, eventsql)
+    assert staged() == 0
 
 
 def test_the_record_of_a_run_is_kept_while_the_run_can_be_executed_again(
