@@ -28,7 +28,18 @@ from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.database.embedded.programs import PROGRAMS_VARIABLE
 from eventsql_orchestration.model import BLOCKS, ROWS, STORAGES
 from eventsql_orchestration.topics import registry
-from tests.fixtures import memory_disk, said_by, session, sessions, single_rows, spawn, terminate, until, until_blocked
+from tests.fixtures import (
+    memory_disk,
+    said_by,
+    session,
+    sessions,
+    single_rows,
+    small_segments,
+    spawn,
+    terminate,
+    until,
+    until_blocked,
+)
 from tests.poolers import through
 from tests.poolers.pgbouncer import PgBouncer, left_behind, running
 
@@ -42,6 +53,7 @@ __all__ = [
     "session",
     "sessions",
     "single_rows",
+    "small_segments",
     "spawn",
     "terminate",
     "until",

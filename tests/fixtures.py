@@ -18,8 +18,8 @@ import pytest
 from psycopg.pq import Trace
 
 from eventsql_orchestration.database import Connection, Database, single_statement
-from eventsql_orchestration.publishing import batches
-from eventsql_orchestration.storage import log_form
+from eventsql_orchestration.publishing import batches, log_room
+from eventsql_orchestration.storage import log_form, segments
 from tests import worker
 from tests.waiting import PATIENCE, wait_until
 
@@ -224,3 +224,10 @@ def said_by(monkeypatch: pytest.MonkeyPatch) -> Iterator[SaidBy]:
 def single_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets a batch go into the buffer event by event in either form: one row each, which a transfer may move alone."""
     monkeypatch.setattr(batches, "LEAST_IN_BLOCK", 10**9)
+
+
+@pytest.fixture
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments of ten ids, so that a test can fill several, and a look for each batch whether there are some ahead."""
+    monkeypatch.setattr(segments, "SEGMENT_EVENTS", 10)
+    monkeypatch.setattr(log_room, "ROOM_CHECK", 1)

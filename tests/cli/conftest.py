@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, TypeAlias
+from typing import IO, Any, TypeAlias
 
 import pytest
 from click.testing import CliRunner, Result
@@ -22,6 +23,12 @@ PROGRAM = Path(sys.executable).parent / "eventsql"
 
 Run: TypeAlias = Callable[..., Result]
 Start: TypeAlias = Callable[..., "subprocess.Popen[bytes]"]
+
+
+def json_lines(result: Result, *, exit_code: int = 0) -> list[dict[str, Any]]:
+    """The lines of JSON that a command has printed."""
+    assert result.exit_code == exit_code, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()]
 
 
 def one_line(result: Result) -> str:

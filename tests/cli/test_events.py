@@ -17,7 +17,7 @@ from click.testing import Result
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.cli.output import EventWriter
 from eventsql_orchestration.storage import reading
-from tests.cli.conftest import Run, Start
+from tests.cli.conftest import Run, Start, json_lines
 from tests.waiting import PATIENCE
 
 TOPIC = "account_created"
@@ -48,12 +48,8 @@ def consumer() -> str:
     return "mailer"
 
 
-def printed(result: Result) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in result.stdout.splitlines()]
-
-
 def values(result: Result) -> list[str]:
-    return [event["value"] for event in printed(result)]
+    return [event["value"] for event in json_lines(result)]
 
 
 # tail
@@ -61,7 +57,7 @@ def values(result: Result) -> list[str]:
 
 def test_an_event_is_printed_with_all_that_it_has(run: Run, publish: Callable[..., None]) -> None:
     publish('{"é": 1}'.encode(), key="42", metadata={"source": "web"}, partition=1)
-    (event,) = printed(run("tail", TOPIC))
+    (event,) = json_lines(run("tail", TOPIC))
     published = datetime.fromisoformat(event.pop("timestamp"))
     assert published.utcoffset() is not None
     assert event == {
@@ -89,7 +85,7 @@ def test_large_events_are_read_and_printed_in_parts(
 
 def test_a_value_that_is_no_text_is_printed_as_base64(run: Run, publish: Callable[..., None]) -> None:
     publish(b"\xff\x00")
-    (event,) = printed(run("tail", TOPIC))
+    (event,) = json_lines(run("tail", TOPIC))
     assert event["encoding"] == "base64"
     assert base64.b64decode(event["value"]) == b"\xff\x00"
 
@@ -258,8 +254,7 @@ def test_events_that_another_has_claimed_are_left_to_it(
     publish(2, partition=1)
     platform.claims.claim(TOPIC, consumer, 0, owner="run 7")
     result = run("consume", TOPIC, consumer)
-    assert values(result) == ["2"]
-    assert result.exit_code == 1
+    assert [event["value"] for event in json_lines(result, exit_code=1)] == ["2"]
     assert "partition 0 is leased, by run 7" in result.stderr
 
 

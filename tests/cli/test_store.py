@@ -10,12 +10,11 @@ from typing import Any
 
 import psycopg
 import pytest
-from click.testing import Result
 
 from eventsql_orchestration import Connection, Consumer, Event, EventSQL, Topic
 from eventsql_orchestration.store import Change, Projection, Projections, RecordedChange, SubscriptionOptions
 from eventsql_orchestration.views import Timeline, ViewFeed, Views
-from tests.cli.conftest import Run
+from tests.cli.conftest import Run, json_lines
 from tests.store.test_order import restored
 
 
@@ -26,11 +25,6 @@ def prepare(platform: EventSQL) -> None:
 
 
 pytestmark = pytest.mark.prepared.with_args(prepare)
-
-
-def lines(result: Result) -> list[dict[str, Any]]:
-    assert result.exit_code == 0, result.stderr
-    return [json.loads(line) for line in result.stdout.splitlines()]
 
 
 def test_it_lists_types_and_aggregates(run: Run, platform: EventSQL) -> None:
@@ -46,22 +40,22 @@ def test_it_lists_types_and_aggregates(run: Run, platform: EventSQL) -> None:
 
 
 def test_it_shows_an_aggregate(run: Run) -> None:
-    assert [(each["version"], each["kind"]) for each in lines(run("store", "show", "order", "1"))] == [
+    assert [(each["version"], each["kind"]) for each in json_lines(run("store", "show", "order", "1"))] == [
         (1, "placed"), (2, "paid")
     ]  # fmt: skip
-    assert len(lines(run("store", "show", "order", "1", "--upto", 1))) == 1
+    assert len(json_lines(run("store", "show", "order", "1", "--upto", 1))) == 1
     unknown = run("store", "show", "ordr", "1")
     assert (unknown.exit_code, unknown.stdout) == (1, "")
     assert "no aggregate '1' of type 'ordr'" in unknown.stderr
-    assert lines(run("store", "show", "rider", "é"))[0]["metadata"] == {"a": "b"}
+    assert json_lines(run("store", "show", "rider", "é"))[0]["metadata"] == {"a": "b"}
 
 
 def test_it_prints_the_changes_of_all_aggregates_from_a_checkpoint_on(run: Run) -> None:
-    found = lines(run("store", "tail"))
+    found = json_lines(run("store", "tail"))
     assert [each["data"]["n"] for each in found] == [1, 2, 3]
-    assert lines(run("store", "tail", "--after", found[0]["checkpoint"], "--max", 1)) == found[1:2]
-    assert lines(run("store", "tail", "--type", "rider")) == found[2:]
-    assert lines(run("store", "tail", "--kind", "paid")) == found[1:2]
+    assert json_lines(run("store", "tail", "--after", found[0]["checkpoint"], "--max", 1)) == found[1:2]
+    assert json_lines(run("store", "tail", "--type", "rider")) == found[2:]
+    assert json_lines(run("store", "tail", "--kind", "paid")) == found[1:2]
     assert run("store", "tail", "--after", "x").exit_code == 2
 
 
@@ -88,7 +82,7 @@ def test_it_moves_a_subscription_only_when_told(run: Run, platform: EventSQL) ->
     assert subscription.run_once().handled == 0
     assert run("store", "replay", "mailer", "--execute").exit_code == 0
     assert subscription.run_once().handled == 3
-    place = lines(run("store", "tail"))[1]["checkpoint"]
+    place = json_lines(run("store", "tail"))[1]["checkpoint"]
     assert run("store", "replay", "mailer", "--from", place, "--execute").exit_code == 0
     assert subscription.run_once().handled == 1
 
@@ -99,7 +93,7 @@ def test_it_adopts_a_restored_store(run: Run, platform: EventSQL) -> None:
         connection.execute("UPDATE eventsql.store_home SET eql_server = '1'")
     assert "eventsql store adopt" in run("store", "tail").stderr
     assert "adopted 3 changes" in run("store", "adopt").stderr
-    assert len(lines(run("store", "tail"))) == 3
+    assert len(json_lines(run("store", "tail"))) == 3
 
 
 def test_lag_and_doctor_tell_which_process_holds_a_subscription_back(run: Run, platform: EventSQL, dsn: str) -> None:
@@ -186,7 +180,7 @@ def test_a_closed_aggregate_is_archived_and_moved_back(run: Run, platform: Event
     assert run("store", "archive", "order", "1").exit_code == 2
     assert run("store", "close", "order", "1", "--execute").exit_code == 0
     assert "2 changes" in run("store", "archive", "order", "1").stderr
-    assert [each["version"] for each in lines(run("store", "show", "order", "1"))] == [1, 2]
+    assert [each["version"] for each in json_lines(run("store", "show", "order", "1"))] == [1, 2]
     (found,) = json.loads(run("store", "list", "order", "--json").stdout)
     assert found["archived_at"] is not None
     assert run("store", "append", "order", "1", "paid", "{}").exit_code == 1

@@ -29,6 +29,7 @@ from eventsql_orchestration.queue import Queue
 from eventsql_orchestration.settings import Settings
 from eventsql_orchestration.shards.shard_state import ShardStore
 from eventsql_orchestration.store import Change, Store
+from tests.cli.conftest import json_lines
 from tests.conftest import Prepared
 from tests.shards.adding import KEYS
 from tests.shards.conftest import Databases
@@ -85,10 +86,6 @@ def objects(result: Result) -> list[dict[str, object]]:
     return found
 
 
-def lines(result: Result) -> list[dict[str, object]]:
-    return [json.loads(line) for line in result.stdout.splitlines()]
-
-
 @pytest.fixture
 def orders(run: Run) -> Run:
     """The same, with a topic, a consumer and an event for each key."""
@@ -119,7 +116,7 @@ def test_listings_carry_the_shards_names(orders: Run) -> None:
             (shard, partition) for shard in ("shard-1", "shard-2") for partition in (0, 1)
         ]
     assert sum(int(str(each["events"])) for each in objects(orders("lag", "--json"))) == len(KEYS)
-    printed = lines(orders("tail", "orders"))
+    printed = json_lines(orders("tail", "orders"))
     assert {each["shard"] for each in printed} == {"shard-1", "shard-2"}
     assert {each["key"] for each in printed} == set(KEYS)
     header, *rows = orders("tail", "orders", "--format", "csv").stdout.splitlines()
@@ -148,11 +145,11 @@ def test_lag_shows_the_subscriptions_and_queues_of_all_shards(orders: Run, dsns:
 
 
 def test_consume_prints_what_all_shards_have_left(orders: Run) -> None:
-    first = lines(orders("consume", "orders", "mailer", "--max", 5))
+    first = json_lines(orders("consume", "orders", "mailer", "--max", 5))
     assert len(first) == 5
-    rest = lines(orders("consume", "orders", "mailer"))
+    rest = json_lines(orders("consume", "orders", "mailer"))
     assert sorted(str(each["key"]) for each in (*first, *rest)) == sorted(KEYS)
-    assert lines(orders("consume", "orders", "mailer")) == []
+    assert json_lines(orders("consume", "orders", "mailer")) == []
 
 
 def test_one_shard_is_chosen_by_name_where_offsets_are_meant(orders: Run) -> None:
@@ -160,7 +157,7 @@ def test_one_shard_is_chosen_by_name_where_offsets_are_meant(orders: Run) -> Non
     assert "each shard counts its offsets by itself" in orders(
         "seek", "orders", "mailer", "--to-offset", 1, code=2
     ).stderr  # fmt: skip
-    alone = lines(orders("--shard", "shard-2", "tail", "orders", "--from", 2))
+    alone = json_lines(orders("--shard", "shard-2", "tail", "orders", "--from", 2))
     assert {each["offset"] for each in alone} == set(range(2, len(alone) + 2))
     assert "there is no shard 'nowhere', but shard-1, shard-2" in orders("--shard", "nowhere", "lag", code=2).stderr
 
@@ -314,7 +311,7 @@ def test_the_output_for_one_shard_has_its_name_too(orders: Run) -> None:
     moves = json.loads(of_one("seek", "orders", "mailer", "--to-offset", 1, "--json").stdout)["moves"]
     assert {each["shard"] for each in moves} == {"shard-2"}
     for command in (("tail", "orders"), ("consume", "orders", "mailer")):
-        assert {each["shard"] for each in lines(of_one(*command))} == {"shard-2"}
+        assert {each["shard"] for each in json_lines(of_one(*command))} == {"shard-2"}
 
 
 def test_a_platform_names_its_shards_and_shows_no_password(orders: Run, dsns: list[str]) -> None:
@@ -478,7 +475,7 @@ def test_dead_letters_are_listed_with_their_shards_and_redriven_there(orders: Ru
         json.loads(orders("dlt", "redrive", "orders", *limit, "--again", "--execute", "--json").stdout)["redriven"]
         == dismissed
     )
-    assert sorted(str(each["key"]) for each in lines(orders("consume", "orders", "mailer"))) == sorted(KEYS)
+    assert sorted(str(each["key"]) for each in json_lines(orders("consume", "orders", "mailer"))) == sorted(KEYS)
 
 
 def test_the_urls_of_shards_come_from_the_environment_and_the_file_too(
@@ -532,7 +529,7 @@ def test_an_erasure_erases_on_each_shard(orders: Run) -> None:
     records = objects(orders("topic", "erasures", "orders", "--json"))
     assert {each["shard"] for each in records} == {"shard-1", "shard-2"}
     assert sum(int(str(each["events"])) for each in records) == len(KEYS)
-    events = lines(orders("consume", "orders", "mailer"))
+    events = json_lines(orders("consume", "orders", "mailer"))
     assert [each["value"] for each in events] == [None] * len(KEYS)
 
 
@@ -542,5 +539,5 @@ def test_a_topic_changes_its_form_on_each_shard(orders: Run) -> None:
     assert "stored in" in orders("topic", "alter", "orders", "--storage", other).output
     assert "already" in orders("topic", "alter", "orders", "--storage", other).output
     publish_keys(orders)
-    consumed = lines(orders("consume", "orders", "mailer"))
+    consumed = json_lines(orders("consume", "orders", "mailer"))
     assert sorted(str(each["key"]) for each in consumed) == sorted([*KEYS, *KEYS])

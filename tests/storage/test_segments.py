@@ -25,13 +25,6 @@ if TYPE_CHECKING:
 SCHEMA = "eventsql"
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Segments of ten ids, and a look for each batch whether there are some ahead."""
-    monkeypatch.setattr(segments, "SEGMENT_EVENTS", 10)
-    monkeypatch.setattr(log_room, "ROOM_CHECK", 1)
-
-
 def orders(platform: EventSQL, count: int) -> None:
     for number in range(count):
         platform.publisher.publish(Publication("orders", b"%d" % number, key=str(number)))
@@ -74,7 +67,7 @@ def test_the_last_segment_ends_at_the_largest_id(platform: EventSQL, session: Co
         assert ranges(session)[3:] == [(start, largest - 5), (largest - 5, largest)]
 
 
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("small_segments")
 def test_segments_are_made_before_their_ids_come(platform: EventSQL, session: Connection) -> None:
     platform.registry.register_topic(Topic("orders", 2))
     orders(platform, 45)
@@ -86,7 +79,7 @@ def test_segments_are_made_before_their_ids_come(platform: EventSQL, session: Co
         assert len(read) == 12
 
 
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("small_segments")
 @pytest.mark.usefixtures("single_rows")
 def test_a_batch_longer_than_all_segments_goes_through_the_buffer_and_is_moved_in_pieces_that_fit(
     platform: EventSQL,
@@ -118,7 +111,7 @@ def test_a_topic_with_the_longest_name_has_segments(platform: EventSQL, session:
     assert left == (0,)
 
 
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("small_segments")
 def test_segments_are_attached_while_others_read_and_hold_the_log(platform: EventSQL, sessions: Sessions) -> None:
     platform.registry.register_topic(Topic("orders", 2))
     reading = sessions()
@@ -128,7 +121,7 @@ def test_segments_are_attached_while_others_read_and_hold_the_log(platform: Even
     reading.commit()
 
 
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("small_segments")
 def test_a_rolled_log_goes_on_in_its_next_segment(platform: EventSQL, session: Connection) -> None:
     platform.registry.register_topic(Topic("orders", 2))
     orders(platform, 3)
@@ -294,7 +287,7 @@ def test_a_table_that_something_hangs_on_is_not_adopted(
     assert segments.segments(session, SCHEMA, "plain") is None
 
 
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("small_segments")
 @pytest.mark.usefixtures("single_rows")
 def test_room_that_another_library_has_used_up_is_made_by_the_next_transfer_or_publisher(
     platform: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch
@@ -314,7 +307,7 @@ def test_room_that_another_library_has_used_up_is_made_by_the_next_transfer_or_p
     assert platform.reader.count("orders") == 63
 
 
-@pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("small_segments")
 def test_retention_makes_room_for_topics_that_other_programs_write(platform: EventSQL, session: Connection) -> None:
     platform.registry.register_topic(Topic("orders", 2))
     session.execute(f"SELECT setval('eventsql.{stored('orders')}_eql_id_seq', 25)")
