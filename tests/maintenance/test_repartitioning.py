@@ -118,7 +118,9 @@ def test_each_event_has_its_partition_by_the_number_of_its_time(platform: EventS
     changed = platform.repartitioner.repartition("orders", 7)
     orders.publish(100)
     assert changed is not None
-    for event in platform.reader.read("orders"):
+    events = platform.reader.read("orders")
+    assert len(events) == 200
+    for event in events:
         assert event.key is not None
         assert event.partition == partition_of_key(event.key, 3 if event.id <= changed.after else 7)
 
