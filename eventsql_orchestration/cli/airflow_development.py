@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import click
 import psycopg
@@ -24,9 +25,11 @@ from eventsql_orchestration.cli.output import say
 from eventsql_orchestration.cli.rounds import RunningSystem, prepared, report, steps_shown, transferring
 from eventsql_orchestration.database.urls import render
 from eventsql_orchestration.errors import DatabaseUnavailableError
-from eventsql_orchestration.orchestration.errors import LocalAirflowError, RoundError
+from eventsql_orchestration.orchestration.errors import AirflowAnswerError, LocalAirflowError, RoundError
 from eventsql_orchestration.orchestration.local_processes import PROCESSES_LOCK, lock_file, take_lock
 from eventsql_orchestration.orchestration.rounds import Counts, RunCounts
+
+Answer = TypeVar("Answer")
 
 SETUP: Final = "eventsql:setup"
 SIMULATION: Final = "eventsql:simulation"
@@ -89,6 +92,19 @@ def _metadata_database(url: str) -> str:
     except psycopg.Error as error:
         raise LocalAirflowError(f"the database {name!r} for Airflow cannot be made: {error}") from error
     return events.set(database=name).render_as_string(hide_password=False)
+
+
+def _answer_or(late: Answer, ask: Callable[[], Answer]) -> Answer:
+    """The answer of Airflow; `late` if none comes in time. Raises `AirflowAnswerError` for a refusal.
+
+    The API server answers nothing while it imports modules for the first task: over 30 s on a busy machine.
+    """
+    try:
+        return ask()
+    except AirflowAnswerError:
+        raise
+    except LocalAirflowError:
+        return late
 
 
 @dataclass(kw_only=True)
@@ -160,7 +176,9 @@ class _Running(RunningSystem[tuple[str, str]]):
         return self.airflow.api.state(*run) not in UNDER_WAY
 
     def is_busy(self) -> bool:
-        return any(run["state"] in UNDER_WAY for run in runs_since(self.airflow.api, self.started))
+        return _answer_or(
+            True, lambda: any(run["state"] in UNDER_WAY for run in runs_since(self.airflow.api, self.started))
+        )
 
     def verify(self, deadline: float) -> list[str]:
         return [fault for dag in self.tagged(VERIFICATION) for fault in self._failed_tasks(dag, deadline)]
@@ -187,7 +205,7 @@ class _Running(RunningSystem[tuple[str, str]]):
 
     def _wait(self, dag: str, run: str, deadline: float) -> str:
         """Wait for the end of a run; gives its state. Raises `RoundError` after the deadline."""
-        while (state := self.airflow.api.state(dag, run)) in UNDER_WAY:
+        while (state := _answer_or("running", lambda: self.airflow.api.state(dag, run))) in UNDER_WAY:
             self.check()
             if time.monotonic() > deadline:
                 raise RoundError(f"DAG {dag} is not done in time: see the logs in {self.log}")

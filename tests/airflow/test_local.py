@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from eventsql_orchestration.airflow.round_runs import run_counts
 from eventsql_orchestration.cli import main
 from eventsql_orchestration.cli.airflow_development import _metadata_database, _Running
 from eventsql_orchestration.database.urls import parse_dsn
+from eventsql_orchestration.orchestration.errors import AirflowAnswerError
 from eventsql_orchestration.orchestration.local_processes import PROCESSES_LOCK, free_port, only_one, start_group
 from tests.airflow.served import FakeAirflow, serving
 
@@ -56,14 +58,38 @@ class Answers:
 def running_with(api: object) -> _Running:
     nothing = cast("Any", None)
     return _Running(
-        context=nothing, platform=nothing, progress=Progress(disable=True), ui="", log=Path("logs"), check=nothing,
-        airflow=cast("LocalAirflow", SimpleNamespace(api=api)), started=datetime.now(UTC), orders=None,
+        context=nothing, platform=nothing, progress=Progress(disable=True), ui="", log=Path("logs"),
+        check=lambda: None, airflow=cast("LocalAirflow", SimpleNamespace(api=api)), started=datetime.now(UTC),
+        orders=None,
     )  # fmt: skip
 
 
 def test_a_simulation_whose_run_was_deleted_has_ended() -> None:
     with serving(FakeAirflow()) as url:
         assert running_with(AirflowApi(url)).has_ended(("billing", "deleted"))
+
+
+def test_a_round_waits_longer_for_runs_if_an_answer_is_lost() -> None:
+    fake = FakeAirflow()
+    with serving(fake) as url:
+        running = running_with(AirflowApi(url))
+        fake.lost = 1
+        assert running.is_busy()
+        assert not running.is_busy()
+
+        fake.lost = 1
+        assert running._wait("billing", "gone", deadline=math.inf) == "deleted"
+
+
+def test_a_round_does_not_ask_again_what_airflow_refuses() -> None:
+    fake = FakeAirflow()
+    fake.login = {"username": "me", "password": "secret"}
+    with serving(fake) as url:
+        running = running_with(AirflowApi(url))
+        with pytest.raises(AirflowAnswerError):
+            running.is_busy()
+        with pytest.raises(AirflowAnswerError):
+            running._wait("billing", "run", deadline=math.inf)
 
 
 def test_a_round_names_the_checks_that_did_not_pass() -> None:
