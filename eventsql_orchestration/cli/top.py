@@ -71,7 +71,7 @@ def top(
 
     Without TOPIC, it shows queues that have messages, too: at most 10,000 in each state are counted.
 
-    It refreshes until Ctrl-C. Rates are events per second since the previous refresh. The rate of a topic comes from its
+    It refreshes until Ctrl-C. Rates are events per second since the previous refresh. Rates of topics come from
     offsets, and a skipped offset counts as an event. Column behind counts the partitions with events to consume, and
     column why counts them by cause. Column claims counts the claims of runs, and the expired claims. The busiest topics
     and the consumers furthest behind come first. A low screen says how many rows it leaves out. A screen in which names
