@@ -4,7 +4,7 @@ publication.
 Many tasks encode rows here at once. Over shards, each row goes to the shard of its key. The publication only marks the
 blocks as published, and the transfer moves them into the log (`publishing/staged_blocks.py`).
 
-Runs in Spark's tasks, so it imports neither pyspark nor the database floor.
+Runs in Spark's tasks, so it imports neither pyspark nor SQLAlchemy.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
 import pyarrow.compute as pc  # type: ignore[import-untyped]  # it has no types
 from psycopg import sql
 
+from eventsql_orchestration.database.rows import send_copy
 from eventsql_orchestration.publishing import copy_format
 from eventsql_orchestration.publishing.block_format import STAGED_COLUMNS
 from eventsql_orchestration.redaction import hiding
@@ -136,11 +137,7 @@ class _Staging:
         with self._errors(), self._connection.transaction():
             # The publication's commit waits for the disk, and for earlier commits with it. It checks for lost blocks.
             self._connection.execute("SET LOCAL synchronous_commit TO off")
-            with self._connection.cursor().copy(self._copy) as copy:
-                copy.write(copy_format.HEADER)
-                for row in staged:
-                    copy.write(row)
-                copy.write(copy_format.TRAILER)
+            send_copy(self._connection.cursor(), self._copy, [copy_format.HEADER, *staged, copy_format.TRAILER])
         self._events[topic] += rows.num_rows
 
     def share(self) -> Share:
