@@ -53,8 +53,10 @@ class QueueUpkeep:
         return [peeked(row, self._table.shard) for row in rows]
 
     def statistics(self) -> QueueStatistics:
-        values = {"queue": self._table.id()}
+        values: dict[str, Any] = {"queue": self._table.id()}
         with self._database.connection() as connection:
+            found = fetch_first(connection, self._queries("expiry"), values, prepare=False)
+            values["expiry"] = found[0] if found else None
             row = fetch_one(connection, self._queries("statistics"), values, prepare=False)
         return QueueStatistics(self._table.name, *row)
 

@@ -150,7 +150,8 @@ class QueueStatistics:
 
     `dead` are the messages that this queue has moved to its dead letters and that are still there. `oldest` is the age
     of the message that was sent first, `waiting` is the longest wait of a visible message. The rates are those of the
-    last minute. They are None for a queue without a `retention`, which keeps nothing of acknowledged messages.
+    last minute. They are None for a queue without a `retention`, which keeps nothing of acknowledged messages. When the
+    retention changes, messages that were acknowledged before do not count any more.
     """
 
     queue: str

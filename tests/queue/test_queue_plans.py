@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from datetime import UTC, datetime, timedelta
 
@@ -11,7 +12,7 @@ import pytest
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.binary import decode_time
 from eventsql_orchestration.queue import NewMessage, Queue
-from tests.plans import plans
+from tests.plans import custom_plan, plans
 
 QUERIES = Queries("queue", "eventsql")
 
@@ -319,8 +320,21 @@ def test_settling_a_message_touches_its_row_alone(filled: Database) -> None:
 
 def test_counting_a_queue_reads_its_part_of_the_index(filled: Database) -> None:
     with filled.connection() as connection:
-        for plan in plans(connection, QUERIES("statistics"), VALUES):
+        for plan in plans(connection, QUERIES("statistics"), {**VALUES, "expiry": time.time()}):
             assert "Seq Scan" not in plan
+
+
+@pytest.mark.parametrize(("retention", "tables"), [(None, 0), (30 * 86_400.0, 1)])
+def test_counting_a_queue_looks_at_the_day_of_the_archive_that_fills_now(
+    database: Database, retention: float | None, tables: int
+) -> None:
+    """A plan for all days takes long, and the server has room for the locks of a few thousand tables."""
+    own = {"queue": Queue(database, "commands", retention=retention)._shards.all()[0].id()}
+    with database.connection() as connection:
+        connection.execute("SELECT eventsql.make_queue_archive(now() + make_interval(days => generate_series(0, 60)))")
+        [(expiry,)] = connection.execute(QUERIES("expiry"), own).fetchall()
+        plan = custom_plan(connection, QUERIES("statistics"), {**own, "expiry": expiry})
+    assert tables <= len(set(re.findall(r"queue_archive_\d{8}", plan))) <= 2 * tables
 
 
 def test_the_next_due_time_takes_one_step_into_the_index(filled: Database) -> None:

@@ -131,18 +131,24 @@ WHERE m.eql_queue = %(queue)s
 ORDER BY m.eql_priority DESC, m.eql_visible_at, (m.eql_id + 0)
 LIMIT %(limit)s;
 
+-- expiry -- When a message that is acknowledged now will expire in a queue's archive, in seconds since 1970; NULL without
+-- a retention.
+SELECT (extract(epoch FROM now()) + eql_retention_seconds)::float8 FROM {schema}.queue WHERE eql_id = %(queue)s;
+
 -- statistics -- The numbers of a queue's messages by state, their ages in seconds, and the messages that were sent and
--- acknowledged within the last minute, a second. Only an archive knows acknowledged messages.
+-- acknowledged within the last minute, a second. Only an archive knows acknowledged messages. By `expiry`, the planner
+-- leaves out the other days of the archive: a plan for a year took 20 ms and 727 locks on PostgreSQL 15.
 WITH archived AS (
     SELECT count(*) AS acknowledged, count(*) FILTER (WHERE eql_created_at > (now() - interval '1 minute')) AS sent
     FROM {schema}.queue_archive
     WHERE eql_queue = %(queue)s AND eql_acknowledged_at > (now() - interval '1 minute')
-      AND eql_expires_at > (now() - interval '1 minute')
+      AND eql_expires_at >= to_timestamp(%(expiry)s::float8 - 61)
+      AND eql_expires_at <= to_timestamp(%(expiry)s::float8 + 1)
 ), dead AS (
     SELECT count(*) AS messages, count(*) FILTER (WHERE eql_created_at > (now() - interval '1 minute')) AS sent
     FROM {schema}.queue_message WHERE eql_origin = %(queue)s
-), keeping AS (
-    SELECT 60.0::float8 AS seconds FROM {schema}.queue WHERE eql_id = %(queue)s AND eql_retention_seconds IS NOT NULL
+), minute AS (
+    SELECT 60.0::float8 AS seconds WHERE %(expiry)s::float8 IS NOT NULL
 )
 SELECT
     count(*) FILTER (WHERE eql_visible_at <= now()),
@@ -153,8 +159,8 @@ SELECT
     extract(epoch FROM now() - min(eql_created_at))::float8,
     extract(epoch FROM now() - min(eql_visible_at) FILTER (WHERE eql_visible_at <= now()))::float8,
     (count(*) FILTER (WHERE eql_created_at > (now() - interval '1 minute'))
-     + (SELECT sent FROM dead) + (SELECT sent FROM archived)) / (SELECT seconds FROM keeping),
-    (SELECT acknowledged FROM archived) / (SELECT seconds FROM keeping)
+     + (SELECT sent FROM dead) + (SELECT sent FROM archived)) / (SELECT seconds FROM minute),
+    (SELECT acknowledged FROM archived) / (SELECT seconds FROM minute)
 FROM {schema}.queue_message
 WHERE eql_queue = %(queue)s;
 
