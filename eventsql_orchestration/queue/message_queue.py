@@ -311,11 +311,15 @@ class MessageQueue:
         Messages that are sent, received or acknowledged at that moment may stay. Dead letters stay. Raises
         `DatabaseBusyError` if a transaction that acknowledges messages of an ordered queue does not end for 10 s.
         """
-        return sum(QueueUpkeep(table).purge() for table in self._shards.all())
+        purged = 0
+        for table in self._shards.all():
+            purged = QueueUpkeep(table).purge(purged)
+        return purged
 
     def count_of_keys(self, keys: Collection[str]) -> ErasedMessages:
         """Count the messages that `erase` would delete."""
-        return self._of_keys(QueueUpkeep.count_of_keys, keys)
+        wanted = check_keys(keys)
+        return sum((each.count_of_keys(wanted) for each in self._needed()), ErasedMessages(0, 0, 0))
 
     def erase(self, keys: Collection[str]) -> ErasedMessages:
         """Delete the messages of keys, also those in flight, their dead letters and archived messages; count them.
@@ -326,13 +330,10 @@ class MessageQueue:
         `PermissionDeniedError` if the role is not the admin, and `DatabaseBusyError` if a transaction that acknowledges
         messages of these keys does not end for 10 s.
         """
-        return self._of_keys(QueueUpkeep.erase, keys)
-
-    def _of_keys(
-        self, of_shard: Callable[[QueueUpkeep, Collection[str]], ErasedMessages], keys: Collection[str]
-    ) -> ErasedMessages:
-        wanted = check_keys(keys)
-        return sum((of_shard(each, wanted) for each in self._needed()), ErasedMessages(0, 0, 0))
+        wanted, erased = check_keys(keys), ErasedMessages(0, 0, 0)
+        for each in self._needed():
+            erased = each.erase(wanted, erased)
+        return erased
 
     def delete(self, *, force: bool = False) -> None:
         """Delete the queue; `force` also deletes its messages, those in flight too, and its archive.
@@ -379,7 +380,7 @@ class MessageQueue:
             self.check_dead_letters(chosen)
         redriven = 0
         for each in queues:
-            redriven += each.redrive(None if limit is None else limit - redriven, chosen)
+            redriven = each.redrive(limit, chosen, redriven)
         return redriven
 
     def check_dead_letters(self, ids: Iterable[int]) -> None:

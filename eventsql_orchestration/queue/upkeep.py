@@ -60,12 +60,15 @@ class QueueUpkeep:
             row = fetch_one(connection, self._queries("statistics"), values, prepare=False)
         return QueueStatistics(self._table.name, *row)
 
-    def purge(self) -> int:
-        """Delete the messages that are there, in transactions of 10,000. Gives their number."""
-        return self._purge(promote=self._table.known().ordered)
+    def purge(self, purged: int) -> int:
+        """Delete the messages that are there, in transactions of 10,000.
 
-    def _purge(self, *, promote: bool) -> int:
-        queue, purged = self._table.id(), 0
+        Gives their number, with the number `purged` on other shards.
+        """
+        return self._purge(purged, promote=self._table.known().ordered)
+
+    def _purge(self, purged: int, *, promote: bool) -> int:
+        queue = self._table.id()
         with self._database.connection() as connection:
             row = fetch_first(connection, self._queries("newest"), {"queue": queue}, prepare=False)
         values = {"queue": queue, "upto": row[0] if row else None, "limit": PURGED_AT_ONCE}
@@ -86,8 +89,11 @@ class QueueUpkeep:
         with self._database.by_admin(), self._database.connection() as connection:
             return ErasedMessages(*fetch_one(connection, self._queries("count_of_keys"), values, prepare=False))
 
-    def erase(self, keys: Collection[str]) -> ErasedMessages:
-        """Delete messages of keys, in transactions of 10,000, and then the archived messages."""
+    def erase(self, keys: Collection[str], erased: ErasedMessages) -> ErasedMessages:
+        """Delete messages of keys, in transactions of 10,000, and then the archived messages.
+
+        Gives their numbers, with the numbers `erased` on other shards.
+        """
         self.count_of_keys(keys)  # raises, before a message is deleted, for a role that may not read the archive
         values = {"queue": self._table.id(), "keys": list(keys), "limit": PURGED_AT_ONCE}
 
@@ -98,7 +104,6 @@ class QueueUpkeep:
                 connection.execute(self._queries("promote"), {**values, "queue": queue}, prepare=False)
             return None if queues is None else ErasedMessages(messages, dead_letters, 0)
 
-        erased = ErasedMessages(0, 0, 0)
         while True:
             outcome = f"may keep messages of these keys, with {counted(erased.total, 'message')} deleted"
             if (deleted := self._giving_way(erase, outcome)) is None:
@@ -136,7 +141,7 @@ class QueueUpkeep:
         given = {"queue": self._table.id()}
         # All queues wait for the deletion itself, so it must leave little to delete.
         if force:
-            self._purge(promote=False)
+            self._purge(0, promote=False)
         with self._database.connection() as connection:
             for statement in ("clear_archive", "clear_deduplication"):
                 connection.execute(self._queries(statement), {**given, "all": force}, prepare=False)
@@ -155,14 +160,16 @@ class QueueUpkeep:
         values = {"queue": self._table.id(), "ids": list(ids)}
         return {found for (found,) in query_all(self._database, self._queries("dead_letters"), values, prepare=False)}
 
-    def redrive(self, limit: int | None, ids: Sequence[int] | None) -> int:
-        """Move dead letters back, in transactions of 10,000. Gives their number."""
+    def redrive(self, limit: int | None, ids: Sequence[int] | None, redriven: int) -> int:
+        """Move dead letters back, in transactions of 10,000, up to `limit` on all shards.
+
+        Gives their number, with the number `redriven` on other shards.
+        """
         values = {
             "queue": self._table.id(),
             "ordered": self._table.known().ordered,
             "ids": None if ids is None else list(ids),
         }
-        redriven = 0
         while limit is None or redriven < limit:
             most = PURGED_AT_ONCE if limit is None else min(limit - redriven, PURGED_AT_ONCE)
             outcome = f"may keep dead letters, with {counted(redriven, 'dead letter')} moved back"

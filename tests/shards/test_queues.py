@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import random
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -15,6 +17,7 @@ from eventsql_orchestration.cli import queue as queue_commands
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import (
     ClosedError,
+    DatabaseBusyError,
     DatabaseError,
     DatabaseUnavailableError,
     PartlySentError,
@@ -24,6 +27,7 @@ from eventsql_orchestration.errors import (
     ShardUnavailableError,
 )
 from eventsql_orchestration.queue import Message, NewMessage, Queue, QueueDefinition, held_messages, list_queues
+from eventsql_orchestration.queue.upkeep import QueueUpkeep
 from tests.shards.conftest import Databases, Open, Until
 
 
@@ -209,6 +213,38 @@ def test_a_limit_of_dead_letters_is_for_all_shards_together(platform: EventSQL) 
         each.receive()
     assert (queue.redrive(3), queue.statistics().dead, queue.statistics().visible) == (3, 3, 3)
     assert (queue.redrive(0), queue.redrive(9)) == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "done"),
+    [
+        ("jobs_dead", Queue.purge, "with 4 messages deleted:"),
+        ("jobs_dead", lambda queue: queue.erase(["a"]), "with 4 messages deleted:"),
+        ("jobs", Queue.redrive, "with 4 dead letters moved back:"),
+        ("jobs", lambda queue: queue.redrive(5), "with 4 dead letters moved back:"),
+    ],
+    ids=["purge", "erase", "redrive", "redrive with a limit"],
+)
+def test_a_call_that_gives_up_on_the_last_shard_says_how_much_all_shards_have_done(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch, name: str, call: Callable[[Queue], object], done: str
+) -> None:
+    Queue(platform, "jobs", max_receives=1).definition()
+    for shard in platform.shards:
+        each = Queue(shard, "jobs")
+        each.send_all([NewMessage(b"x", key="a"), NewMessage(b"y", key="a")])
+        for message in each.receive(max_messages=2):
+            each.release(message)
+        each.receive()
+    giving_way, last = QueueUpkeep._giving_way, platform.shards[2].database
+
+    def give_up(own: QueueUpkeep, work: Callable[[Connection], Any], outcome: str) -> Any:
+        if own._database is not last:
+            return giving_way(own, work, outcome)
+        raise DatabaseBusyError(f"{outcome}: a transaction does not end")
+
+    monkeypatch.setattr(QueueUpkeep, "_giving_way", give_up)
+    with pytest.raises(DatabaseBusyError, match=done):
+        call(Queue(platform, name))
 
 
 def test_the_rates_of_all_shards_are_added(platform: EventSQL) -> None:
