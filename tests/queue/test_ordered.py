@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psycopg
 import pytest
@@ -17,7 +17,8 @@ from eventsql_orchestration.database.sessions import wait_at_most
 from eventsql_orchestration.errors import DatabaseBusyError, MessageNotFoundError, RedefinitionError, ValidationError
 from eventsql_orchestration.model import MAX_KEY_BYTES
 from eventsql_orchestration.queue import Message, NewMessage, Queue, upkeep
-from eventsql_orchestration.queue.queue_table import ORDERED_KEY_BYTES
+from eventsql_orchestration.queue.queue_table import ORDERED_KEY_BYTES, QueueTable
+from eventsql_orchestration.queue.upkeep import QueueUpkeep
 from tests.fixtures import Sessions, UntilBlocked
 
 Result = TypeVar("Result")
@@ -675,6 +676,26 @@ def test_a_call_that_gives_up_says_how_much_it_has_done(
     with pytest.raises(DatabaseBusyError, match=f"with {done}:"):
         call(queue, dead)
     assert dead.statistics().depth == 4
+
+
+def test_a_redrive_that_gives_up_wakes_receivers_for_the_dead_letters_that_it_has_moved(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue, _ = _with_dead_letters(database)
+    redriven, woken_at = QueueUpkeep._redrive, list[int]()
+
+    def redrive(own: QueueUpkeep, values: Mapping[str, Any], connection: Connection) -> int:
+        if woken_at:
+            raise DatabaseBusyError("a transaction does not end")
+        return redriven(own, values, connection)
+
+    monkeypatch.setattr(QueueUpkeep, "_redrive", redrive)
+    monkeypatch.setattr(QueueTable, "notify", lambda own: woken_at.append(queue.statistics().visible))
+    monkeypatch.setattr(upkeep, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(upkeep, "PURGED_AT_ONCE", 1)
+    with pytest.raises(DatabaseBusyError):
+        queue.redrive()
+    assert woken_at == [1]
 
 
 def _with_dead_letters(database: Database) -> tuple[Queue, Queue]:
