@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, TypeAlias
 
 import psycopg
@@ -579,6 +579,44 @@ def test_nobody_releases_a_consumer_while_it_is_moved(dsns: list[str], opened: O
         assert joined.held() == [("orders", "mailer")]
     assert platform.held_back() == []
     assert joined.held() == []
+
+
+def test_nobody_releases_a_consumer_that_is_about_to_be_moved(
+    dsns: list[str], opened: Open, addition: Adding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform = opened(*dsns[:2]).open()
+    addition(dsns).execute()
+    platform.add_url(dsns[2])
+    other, barrier = opened(*dsns), ShardStore.barrier
+
+    def others_come_first(store: ShardStore, *, wait: bool = True) -> AbstractContextManager[bool]:
+        if wait:
+            assert other.held_back() == []
+        return barrier(store, wait=wait)
+
+    monkeypatch.setattr(ShardStore, "barrier", others_come_first)
+    with platform._barriers.moving("orders", "mailer"):
+        assert platform.shards[2].store.held() == [("orders", "mailer")]
+
+
+def test_a_consumer_is_held_back_while_an_older_shard_does_not_answer(
+    dsns: list[str], opened: Open, addition: Adding, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform = opened(*dsns[:2]).open()
+    addition(dsns).execute()
+    platform.add_url(dsns[2])
+    first, consumed_before = platform.shards[0], ShardStore.consumed_before
+
+    def go_down(store: ShardStore, generation: int, topic: str, consumer: str) -> bool:
+        if store is first.store:
+            raise DatabaseUnavailableError("the server closed the connection")
+        return consumed_before(store, generation, topic, consumer)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ShardStore, "consumed_before", go_down)
+        (held,) = platform.held_back()
+    assert (held.shard, held.waits_for) == ("shard-3", (first.name,))
+    until(lambda: platform.held_back() == [])
 
 
 def test_a_shard_that_joins_while_a_consumer_is_moved_back_holds_the_consumer_back(
