@@ -164,6 +164,13 @@ def test_too_few_events_wait_until_the_oldest_has_waited_long_enough(platform: E
     assert claim(platform, min_events=3, max_wait=3_600.0).events == 2
 
 
+def test_too_few_events_are_claimed_once_their_layout_has_an_end(platform: EventSQL) -> None:
+    fill(platform, 4)
+    assert refusal(platform, "fares", 1, min_events=3, max_wait=3_600.0).startswith("2 of 3 events wait, for ")
+    platform.repartitioner.repartition("orders", 3)
+    assert claim(platform, "fares", 1, min_events=3, max_wait=3_600.0).events == 2
+
+
 def test_events_from_before_the_clock_went_back_do_not_wait_until_it_is_there_again(platform: EventSQL) -> None:
     fill(platform, 2)
     with platform.database.connection() as connection:
