@@ -315,6 +315,23 @@ def test_a_handler_that_ends_its_transaction_is_told_so(work: Work) -> None:
     assert "ended or broke the transaction" in message.history[0]["reason"]
 
 
+def test_a_handler_that_misses_a_message_of_another_queue_fails_and_is_told_so(work: Work) -> None:
+    work.send(1)
+    others = Queue(work.bench.platform, "others")
+    others.send(b"")
+    (taken,) = others.receive()
+    others.acknowledge(taken)
+
+    def late(messages: Sequence[Message], connection: Connection) -> None:
+        write(messages, connection)
+        others.acknowledge(taken, connection=connection)
+
+    assert not work.run(worker(late)).success
+    assert work.bench.effects() == []
+    (message,) = work.queue.peek()
+    assert message.history[0]["reason"].startswith("MessageNotFoundError")
+
+
 def test_messages_of_a_key_are_handled_in_order(work: Work) -> None:
     queue = Queue(work.bench.platform, "letters", ordered=True)
     sent = [queue.send(b"", key=f"{number % 2}") for number in range(6)]
