@@ -735,6 +735,24 @@ def test_a_take_over_moves_all_partitions_or_none(bench: Workbench, backfills: B
     assert [bench.offset(location.ledger, partition) for partition in (0, 1)] == [0, 0]
 
 
+def test_a_take_over_of_one_partition_leaves_the_others_where_they_are(bench: Workbench, backfills: Backfills) -> None:
+    ids = [bench.publish("orders", 5, partition=partition)[-1] for partition in (1, 0)]
+    list(backfills.take_over(backfills.register(everything(backfills, partition=0), "one")))
+    assert [bench.offset(location.ledger, partition) for partition in (0, 1)] == [ids[-1], 0]
+
+
+def test_a_take_over_skips_no_event_of_a_partition_whose_first_event_is_in_the_range(
+    bench: Workbench, backfills: Backfills
+) -> None:
+    last = bench.publish("orders", 5, partition=0)[-1]
+    bench.platform.consumers.consume_once("orders", "ledger", lambda _events, _connection: None, partition=0)
+    end = bench.publish("orders", 5, partition=1)[-1]
+    plan = backfills.plan("orders", "ledger", ReplayRange(AtOffset(last + 1)))
+    assert plan.events == 5
+    list(backfills.take_over(backfills.register(plan, "one")))
+    assert bench.offset(location.ledger, 1) == end
+
+
 def test_a_take_over_does_not_move_a_consumer_back(
     bench: Workbench, backfills: Backfills, monkeypatch: pytest.MonkeyPatch
 ) -> None:
