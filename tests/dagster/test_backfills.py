@@ -143,6 +143,7 @@ def test_a_plan_counts_the_events_of_each_window_and_partition(bench: Workbench,
         (Window(first[24], second[-1]), 1, 20),
     ]
     assert plan.events == 50
+    assert [(run.partition, run.events) for run in everything(backfills, "fragile").runs] == [(-1, 50)]
     assert plan.first_at is not None
     assert plan.last_at is not None
     assert plan.first_at <= plan.last_at
