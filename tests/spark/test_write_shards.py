@@ -435,6 +435,18 @@ def test_a_write_that_others_finish_before_it_finds_out_was_the_first(
     check_nothing_is_left(dsns)
 
 
+def test_a_part_that_is_published_already_is_not_published_again(
+    platform: EventSQL, dsns: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert publish(dsns, 0, FEW)
+    with psycopg.connect(dsns[1]) as connection:
+        (part,) = connection.execute("SELECT eql_id FROM eventsql.spark_part").fetchone() or (None,)
+    assert isinstance(part, uuid.UUID)
+    assert TwoPhaseParticipant(platform.shards[1].database).publish_decided(part, timeout=1.0)
+    assert caplog.messages == []
+    assert events_of(platform) == list(range(FEW))
+
+
 def test_a_part_that_comes_back_with_a_backup_is_reported_and_kept(
     platform: EventSQL, dsns: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
