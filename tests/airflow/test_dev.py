@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ from eventsql_orchestration.airflow.local import PARTS
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.orchestration.local_processes import PROCESSES_LOCK
 from tests.conftest import is_setting
+from tests.fixtures import memory_disk
 from tests.waiting import wait_until
 
 DAGS = Path(__file__).parent / "round_dags"
@@ -24,12 +27,13 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Iterator[Path]:
-    # The embedded server runs as another user.
-    for directory in (tmp_path, *tmp_path.parents[:2]):
-        directory.chmod(0o755)
-    yield tmp_path / "home"
-    EmbeddedPostgres(tmp_path / "home" / "postgres").destroy()
+def home() -> Iterator[Path]:
+    # Not in pytest's own directory: the embedded server runs as another user, whom the next start of pytest locks out.
+    root = Path(tempfile.mkdtemp(prefix="eventsql-airflow-", dir=memory_disk()))
+    root.chmod(0o755)
+    yield root / "home"
+    EmbeddedPostgres(root / "home" / "postgres").destroy()
+    shutil.rmtree(root, ignore_errors=True)
 
 
 @dataclass(frozen=True)
