@@ -21,7 +21,7 @@ from rich.progress import Progress
 
 from eventsql_orchestration.airflow.api import AirflowApi
 from eventsql_orchestration.airflow.hook import EventSQLHook
-from eventsql_orchestration.airflow.local import LocalAirflow, connection_of, kill_session
+from eventsql_orchestration.airflow.local import ANSWER_TIMEOUT, LocalAirflow, connection_of, kill_session
 from eventsql_orchestration.airflow.round_runs import run_counts
 from eventsql_orchestration.cli import main
 from eventsql_orchestration.cli.airflow_development import _metadata_database, _Running
@@ -174,6 +174,15 @@ def test_a_later_start_reads_what_an_earlier_one_has_encrypted(tmp_path: Path) -
     (key,) = keys
     Fernet(key)
     assert (tmp_path / "fernet.key").stat().st_mode & 0o077 == 0
+
+
+def test_tasks_wait_for_an_api_server_that_is_slow_at_the_first_one(tmp_path: Path) -> None:
+    with LocalAirflow(tmp_path, tmp_path, "postgresql://nowhere/airflow") as airflow:
+        given = subprocess.run(
+            [sys.executable, "-c", "from airflow.sdk.api.client import API_TIMEOUT; print(API_TIMEOUT)"],
+            env=airflow._environment, check=True, capture_output=True, text=True,
+        )  # fmt: skip
+    assert given.stdout.strip() == str(ANSWER_TIMEOUT)
 
 
 def test_airflow_gets_a_database_beside_that_of_the_events_and_keeps_it(dsn: str) -> None:
