@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psycopg
@@ -18,6 +19,7 @@ from sqlalchemy.engine import make_url
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.bench.session import Session
+from eventsql_orchestration.cli import dagster_here
 from eventsql_orchestration.cli.warm_spark import spark_environment
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.consuming.deliveries import Deliveries
@@ -32,6 +34,7 @@ from eventsql_orchestration.queue import Message, Queue
 from eventsql_orchestration.storage import segments
 from eventsql_orchestration.store import Change, Store
 from eventsql_orchestration.topics.positions import AtOffset
+from eventsql_orchestration.validation import split_urls
 from eventsql_orchestration.views import LogEntry, Logs, Rollup, RollupEntry, Timeline, Views
 from tests.database import everything
 from tests.database.test_session_settings import ODD, setting
@@ -145,11 +148,18 @@ def test_connections_that_need_a_session_go_past_the_pooler_if_the_url_names_the
         until(heard.is_set)
 
 
-def test_processes_that_a_command_starts_go_past_the_pooler_too(pooled_dsn: str, direct_dsn: str) -> None:
-    server = make_url(direct_dsn)
+def test_processes_that_a_command_starts_go_past_the_pooler_too(
+    pooled_dsn: str, direct_dsn: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, given = make_url(direct_dsn), list[str]()
+    monkeypatch.setattr(
+        dagster_here, "LocalRuns", lambda *_, environment: given.extend(split_urls(environment["EVENTSQL_DSN"]))
+    )
     with EventSQL(f"{pooled_dsn}?direct={server.host}:{server.port}", transfer=False) as platform:
+        dagster_here.dagster_launcher(tmp_path, platform, "orders", "mailer", url=None, file=None, module="definitions")
         with Session(platform) as session:
-            told = [*session.dsns, spark_environment(platform)["EVENTSQL_DSN"]]
+            told = [*session.dsns, spark_environment(platform)["EVENTSQL_DSN"], *given]
+        assert len(told) == 3
         for dsn in told:
             with Database(dsn) as database, closing(database.dedicated()) as own:
                 assert not is_pooled(own)
