@@ -388,7 +388,9 @@ def test_acknowledged_messages_are_archived_until_their_retention_ends(database:
 def test_the_rates_of_a_queue_count_what_was_sent_and_acknowledged_within_the_last_minute(
     database: Database, session: Connection
 ) -> None:
-    Queue(database, "others", retention=60).send(b"other")
+    others = Queue(database, "others", retention=60)
+    others.send_all([b"other", b"other"])
+    others.acknowledge(others.receive()[0])
     queue = Queue(database, "commands", retention=60, max_receives=1)
     queue.send_all([b"%d" % number for number in range(9)])
     done = queue.receive(max_messages=5)
