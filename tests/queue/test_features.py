@@ -397,6 +397,13 @@ def test_the_rates_of_a_queue_count_what_was_sent_and_acknowledged_within_the_la
     queue.acknowledge_all(done)
     queue.release(queue.receive()[0])
     assert [message.body for message in queue.receive(max_messages=4)] == [b"6", b"7", b"8"]
+    # One message was acknowledged half a minute ago, perhaps on the day before.
+    session.execute("SELECT eventsql.make_queue_archive(now() - interval '1 day')")
+    session.execute(
+        "UPDATE eventsql.queue_archive SET eql_acknowledged_at = eql_acknowledged_at - interval '30 seconds', "
+        "eql_expires_at = eql_expires_at - interval '30 seconds' WHERE eql_id = %s",
+        [done[2].id],
+    )
     found = queue.statistics()
     assert (found.dead, found.sent_per_second, found.acknowledged_per_second) == (1, 9 / 60, 5 / 60)
 
