@@ -11,7 +11,7 @@ from eventsql_orchestration.database.migrations import run
 revision = "0075"
 down_revision = "0074"
 
-# The bounds are those of sending. Writers wait while the server reads all messages once: three million take half a second.
+# Sending has the same bounds. Writers wait while the server reads all messages: half a second for three million.
 _TIMES = """
 UPDATE {schema}.queue_message
 SET eql_visible_at = CASE WHEN eql_visible_at = 'infinity' THEN eql_visible_at
