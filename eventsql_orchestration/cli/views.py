@@ -344,7 +344,8 @@ def _views(context: CliContext) -> Iterator[Views]:
 def _wanted(views: Views, name: str, kind: str) -> Any:
     definition = views.definition(name)
     if definition.kind != kind:
-        raise click.UsageError(f"view {name!r} is a {definition.kind}: `{advised(definition.kind, name)}` shows it")
+        shows = advised(definition.kind, name)
+        raise click.UsageError(f"view {name!r} is of kind {definition.kind}: `{shows}` shows it")
     return definition
 
 
