@@ -138,7 +138,7 @@ def describe(context: CliContext, name: QueueName, as_json: AsJson) -> None:
 
 
 def _in_words(label: str, value: float) -> str:
-    return f"{value:,.1f}" if label.endswith("_per_second") else age(round(value, 1))
+    return f"{value:,.2f}" if label.endswith("_per_second") else age(round(value, 1))
 
 
 @command(queue)

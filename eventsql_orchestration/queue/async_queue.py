@@ -16,6 +16,7 @@ from eventsql_orchestration.queue.values import (
     Message,
     NewMessage,
     PeekedMessage,
+    QueueDefinition,
     QueueDepth,
     QueueStatistics,
 )
@@ -24,10 +25,14 @@ from eventsql_orchestration.validation import NO_METADATA, Duration, in_seconds
 
 @checked
 class AsyncQueue:
-    """`Queue` for tasks of an event loop, all but its workers. A waiting `receive` takes no thread."""
+    """The calls of `Queue` for tasks of an event loop, without workers. A waiting `receive` takes no thread."""
 
     def __init__(self, queue: Queue) -> None:
         self.queue = queue
+
+    async def definition(self) -> QueueDefinition:
+        """As `Queue.definition`."""
+        return await asyncio.to_thread(self.queue.definition)
 
     async def send_all(
         self, messages: Iterable[NewMessage | bytes], *, connection: CallersConnection | None = None

@@ -42,7 +42,7 @@ def test_a_queue_is_created_filled_looked_at_and_emptied(run: Run) -> None:
     assert [each["body"] for each in received] == ["first"]
     assert [each["body"] for each in shown(run, "queue", "archive", "jobs")] == ["first"]
     lines = run("queue", "describe", "jobs").stdout.splitlines()
-    assert [line.split()[-1] for line in lines if "per second" in line] == ["0.1", "0.0"]
+    assert [line.split()[-1] for line in lines if "per second" in line] == ["0.05", "0.02"]
     assert run("queue", "archive", "--drop-expired").exit_code == 0
     assert "2 messages of queue 'jobs' would be deleted" in run("queue", "purge", "jobs").output
     assert run("queue", "purge", "jobs", "--execute").exit_code == 0

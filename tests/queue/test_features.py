@@ -543,6 +543,7 @@ def test_a_task_looks_after_a_queue(platform: EventSQL) -> None:
     queue = AsyncQueue(Queue(platform, "commands", max_receives=1, retention=60))
 
     async def work() -> None:
+        assert (await queue.definition()).max_receives == 1
         await queue.send_all([NewMessage(b"1", key="a"), NewMessage(b"2", key="b"), NewMessage(b"3", key="c")])
         assert [message.body for message in await queue.peek(2)] == [b"1", b"2"]
         assert await queue.depth() == QueueDepth(3, 0)
