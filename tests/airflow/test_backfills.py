@@ -18,6 +18,7 @@ from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.orchestration.backfills.launcher import BackfillJob
 from eventsql_orchestration.orchestration.backfills.registry import Backfills
+from eventsql_orchestration.orchestration.backfills.replay import WindowReplay
 from eventsql_orchestration.orchestration.backfills.windows import Backfill, ReplayRange
 from eventsql_orchestration.orchestration.errors import AirflowAnswerError, LocalAirflowError, RunFailedError
 from eventsql_orchestration.topics.positions import Earliest
@@ -92,6 +93,21 @@ def test_a_retry_replays_the_rest_of_its_window_without_waiting_for_the_lease(ri
     operator().execute(request(keys[0], run_id="first", try_number=2))
     assert effects(rides) == [1, 2, 3]
     assert rides.claims.get(killed.id)[1] != "committed"
+
+
+def test_a_retry_leaves_the_window_to_another_run_that_replays_it(
+    rides: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, keys = begun(rides)
+    part = found.parts[0]
+    other = rides.claims.claim("rides", part.name, part.partition, owner="airflow dag/other", max_wait=0.0, lease=3600)
+    assert isinstance(other, Claim)
+    # Between two looks of the retry, the other run renews its lease.
+    monkeypatch.setattr(WindowReplay, "_wait", lambda *_: rides.claims.renew(other, lease=3600))
+    with pytest.raises(AirflowFailException, match="airflow dag/other replays this window now"):
+        operator().execute(request(keys[0], run_id="first", try_number=2))
+    assert effects(rides) == []
+    assert rides.claims.get(other.id)[0].owner == other.owner
 
 
 def test_a_task_of_another_consumer_is_skipped_in_the_run_of_a_window(rides: EventSQL) -> None:

@@ -416,6 +416,25 @@ def test_the_first_range_of_each_partition_comes_before_further_ranges(rides: Ev
     assert partitions == [0, 1, 0, 1, 0, 1]
 
 
+def losing(platform: EventSQL, function: Any, *, nth: int, limits: RunLimits = QUICK) -> EventSQLConsumeOperator:
+    """A task whose claim of this number, counted from 1, another task takes over."""
+
+    class Losing(EventSQLConsumeOperator):
+        def _calls(self, *given: Any) -> Any:
+            consume = super()._calls(*given)
+
+            def then_lose(held: Claim) -> Any:
+                claims.append(held.id)
+                if len(claims) == nth:
+                    platform.claims.adopt(held.id, owner="airflow dag/thief")
+                return consume(held)
+
+            return then_lose
+
+    claims: list[int] = []
+    return Losing(task_id="consume", topic="rides", consumer="billing", limits=limits, python_callable=function)
+
+
 def test_a_lost_claim_fails_the_task_without_a_retry(rides: EventSQL) -> None:
     publish(rides, 4)
     claim = claimed(rides)
@@ -428,22 +447,24 @@ def test_a_lost_claim_fails_the_task_without_a_retry(rides: EventSQL) -> None:
         raise AssertionError("the claim is lost before the second batch")
 
     taken: list[bool] = []
-
-    class Losing(EventSQLConsumeOperator):
-        def _calls(self, *given: Any) -> Any:
-            consume = super()._calls(*given)
-
-            def then_lose(held: Claim) -> Any:
-                rides.claims.adopt(held.id, owner="airflow dag/thief")
-                return consume(held)
-
-            return then_lose
-
     with pytest.raises(AirflowFailException, match="lost its claim"):
-        Losing(task_id="consume", topic="rides", consumer="billing", limits=QUICK, python_callable=overtaken).execute(
-            context_of(payloads=[payload(claim)])
-        )
+        losing(rides, overtaken, nth=1).execute(context_of(payloads=[payload(claim)]))
     assert effects(rides) == []
+
+
+def test_a_task_that_loses_a_further_range_begins_no_range_of_another_partition(rides: EventSQL) -> None:
+    publish(rides, 2, 0)
+    publish(rides, 2, 1)
+    partitions: list[int] = []
+
+    def tell(events: Sequence[Event], connection: Connection) -> None:
+        partitions.append(events[0].partition)
+
+    limits = RunLimits(max_wait=0.0, drain_idle=0.0, max_events=1)
+    with pytest.raises(AirflowFailException, match="lost its claim"):
+        losing(rides, tell, nth=3, limits=limits).execute(context_of())
+    assert partitions[:2] == [0, 1]
+    assert 1 not in partitions[2:]
 
 
 def test_a_function_over_a_claim_publishes_once_with_it(rides: EventSQL) -> None:
