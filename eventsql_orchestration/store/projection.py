@@ -124,7 +124,7 @@ class Projections:
         """
         each = self._named(name)
         check_whole("batch", batch, least=1)
-        self._steps.begin(each, filling=fill is not None)
+        self._steps.begin(each)
         if fill is not None:
             self._steps.fill(each, fill, on_progress)
         while True:

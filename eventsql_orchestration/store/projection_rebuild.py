@@ -31,15 +31,13 @@ class ProjectionRebuild:
         self._subscriptions = Queries("subscriptions", store.database.schema)
         self._tables = ProjectionTables(store.database.schema)
 
-    def begin(self, each: CheckedProjection, *, filling: bool) -> None:
+    def begin(self, each: CheckedProjection) -> None:
         """Make the new tables, unless a rebuild has already applied changes to them."""
         values = {"name": each.name, "shadow": each.shadow}
         with self._store.database.transaction() as connection:
             connection.execute(self._queries("forget_elsewhere"), values)
-            if not connection.execute(self._queries("begin"), values).rowcount:
-                _, applied = self.lock(connection, each)
-                if applied or not (filling or self._ledgers(connection, each)):
-                    return
+            if not connection.execute(self._queries("begin"), values).rowcount and self.lock(connection, each)[1]:
+                return
             shadow = sql.Identifier(each.shadow)
             connection.execute(sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(shadow))
             connection.execute(sql.SQL("CREATE SCHEMA {}").format(shadow))
