@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ClassVar
@@ -14,6 +15,7 @@ from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import DatabaseBusyError, DatabaseError, ProjectionError, ValidationError
 from eventsql_orchestration.store import (
     Change,
+    Filling,
     Projection,
     Projections,
     RecordedChange,
@@ -83,6 +85,7 @@ def test_a_save_applies_its_changes_in_its_transaction(
     order = placed()
     order.raise_price(150)
     with store.database.transaction() as connection:
+        connection.execute("SET LOCAL search_path TO mine, public")
         (before,) = connection.execute("SHOW search_path").fetchone() or ()
         orders.save(order, connection=connection)
         assert connection.execute("SHOW search_path").fetchone() == (before,)
@@ -225,7 +228,7 @@ def test_a_rebuild_in_bulk_counts_the_changes_of_an_earlier_server(store: Store,
     put(store, "1", 3)
     put(store, "1", 4, of="rider")
     told: list[int] = []
-    assert projections.rebuild("sums", fill=lambda _filling: None, on_progress=told.append) == 3
+    assert projections.rebuild("sums", fill=lambda _filling: put(store, "1", 5), on_progress=told.append) == 4
     assert told[0] == 3
 
 
@@ -306,14 +309,62 @@ def test_a_subscription_goes_on_behind_the_rebuilt_tables(
     put(store, "1", 1, 2)
     subscription = projections.subscribe("sums", background=False)
     subscription.run_once()
+    put(store, "3", 5)
     put(store, "1", 3, connection=early)
     put(store, "2", 4)
     spoil(store)
-    assert projections.rebuild("sums") == 2
-    assert sums(store) == {"1": (3, 2)}
+    assert projections.rebuild("sums") == 3
+    assert sums(store) == {"1": (3, 2), "3": (5, 1)}
     early.commit()
     assert subscription.run_once().handled == 2
-    assert sums(store) == {"1": (6, 3), "2": (4, 1)}
+    assert sums(store) == {"1": (6, 3), "2": (4, 1), "3": (5, 1)}
+
+
+def test_a_swap_waits_for_the_subscription_that_is_about_to_write_the_tables(
+    store: Store, projections: Projections, until_blocked: UntilBlocked
+) -> None:
+    class Slow(Sums):
+        def apply(self, change: RecordedChange, connection: Connection) -> None:
+            begun.set()
+            assert may_write.wait(PATIENCE)
+            super().apply(change, connection)
+
+    begun, may_write = threading.Event(), threading.Event()
+    subscription = Projections(store, [Slow()]).subscribe("sums", background=False)
+    put(store, "1", 1)
+    with ThreadPoolExecutor(2) as others:
+        handling = others.submit(subscription.run_once)
+        assert begun.wait(PATIENCE)
+        rebuilding = others.submit(projections.rebuild, "sums")
+        until_blocked()
+        may_write.set()
+        assert handling.result(PATIENCE).handled == 1
+        assert rebuilding.result(PATIENCE) == 1
+    assert sums(store) == {"1": (1, 1)}
+
+
+def test_a_fill_ends_while_another_process_begins_the_rebuild_anew(store: Store, projections: Projections) -> None:
+    """The other process has dropped the tables, and has not committed yet."""
+
+    class Slow(Sums):
+        def create(self, connection: Connection) -> None:
+            super().create(connection)
+            begun.set()
+            assert may_commit.wait(PATIENCE)
+
+    def fill(_filling: Filling) -> None:
+        rebuilding.append(others.submit(Projections(store, [Slow()]).rebuild, "sums"))
+        assert begun.wait(PATIENCE)
+
+    begun, may_commit = threading.Event(), threading.Event()
+    rebuilding: list[Future[int]] = []
+    put(store, "1", 1)
+    with ThreadPoolExecutor(1) as others:
+        with pytest.raises(ProjectionError):
+            projections.rebuild("sums", fill=fill)
+        may_commit.set()
+        assert rebuilding[0].result(PATIENCE) == 1
+    assert sums(store) == {"1": (1, 1)}
 
 
 def test_an_interrupted_rebuild_goes_on_where_it_was(store: Store, projections: Projections) -> None:
@@ -354,6 +405,17 @@ def test_a_rebuild_that_was_under_way_in_a_dump_begins_anew_where_the_dump_was_a
         projections.rebuild("sums", batch=2, on_progress=_fail)
     restored(store.database)
     store.adopt()
+    assert projections.rebuild("sums") == 5
+    assert sums(store) == {"1": (10, 5)}
+
+
+def test_a_rebuild_of_an_earlier_version_in_another_schema_begins_anew(store: Store, projections: Projections) -> None:
+    put(store, "1", *range(5))
+    with pytest.raises(RuntimeError):
+        projections.rebuild("sums", batch=2, on_progress=_fail)
+    with store.database.connection() as connection:
+        connection.execute("UPDATE eventsql.store_rebuild SET eql_shadow = 'shared'")
+        connection.execute("DROP SCHEMA eventsql_shadow_sums CASCADE")
     assert projections.rebuild("sums") == 5
     assert sums(store) == {"1": (10, 5)}
 
@@ -545,6 +607,7 @@ def test_changes_of_other_types_are_left_out(store: Store, projections: Projecti
     store.append("rider", "1", [Change("numbered", {"n": 1})], expected_version=0)
     with store.database.transaction() as connection:
         projections.follow(store.load("rider", "1"), connection)
+    assert sums(store) == {}
     assert projections.rebuild("sums") == 0
     assert sums(store) == {}
 
@@ -573,6 +636,44 @@ def test_a_comparison_replays_up_to_the_place_of_the_subscription(store: Store, 
     assert not compared.equal
     assert compared.different == {"sums": ["2", "3", "old 1"]}
     assert sums(store)["2"] == (7, 1)
+
+
+def test_a_comparison_replays_the_change_at_the_place_of_the_subscription(
+    store: Store, projections: Projections
+) -> None:
+    put(store, "1", 1, 2)
+    projections.subscribe("sums", options=SubscriptionOptions(batch=1), background=False).run_once()
+    compared = projections.compare("sums", {"sums": "id"})
+    assert (compared.equal, compared.changes) == (True, 1)
+
+
+def test_a_comparison_leaves_out_aggregates_whose_changes_the_projection_gave_up(
+    store: Store, projections: Projections
+) -> None:
+    def fails(change: RecordedChange, _connection: Connection) -> None:
+        if change.aggregate_id == given_up:
+            raise ValueError
+
+    class Picky(Sums):
+        def apply(self, change: RecordedChange, connection: Connection) -> None:
+            fails(change, connection)
+            super().apply(change, connection)
+
+    for each in ("1", "2", "3"):
+        put(store, each, 1)
+    options, given_up = SubscriptionOptions(max_attempts=1), "1"
+    subscription = Projections(store, [Picky()]).subscribe("sums", options=options, background=False)
+    while subscription.run_once().more:
+        pass
+    given_up = "2"
+    other = store.subscribe("mailer", fails, options=options, background=False)
+    while other.run_once().more:
+        pass
+    assert [letter.aggregate_id for name in ("projection sums", "mailer") for letter in store.dead_letters(name)] == [
+        "1", "2",
+    ]  # fmt: skip
+    compared = projections.compare("sums", {"sums": "id"})
+    assert (compared.equal, compared.aggregates) == (True, 2)
 
 
 def test_a_comparison_reads_names_with_a_percent_sign(store: Store) -> None:
