@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -126,6 +127,27 @@ def test_two_writers_of_one_change_append_it_once(
         second = other_writer.submit(store.append, "order", "1", the_same, expected_version="any")
         until_blocked()
     assert second.result(PATIENCE) == 2
+    assert numbers(store.load("order", "1")) == [0, 1]
+
+
+def test_the_second_of_two_transactions_with_one_change_is_to_begin_anew(
+    store: Store, other_writer: ThreadPoolExecutor, until_blocked: UntilBlocked
+) -> None:
+    def append(begun: Callable[[], object]) -> None:
+        with store.database.transaction() as connection:
+            store.append("order", "1", the_same, expected_version="any", connection=connection)
+            begun()
+
+    def then_append() -> None:
+        second.append(other_writer.submit(append, lambda: None))
+        until_blocked()
+
+    the_same = [change(1, id=uuid.uuid4())]
+    second: list[Future[None]] = []
+    put(store, "1", 0)
+    append(then_append)
+    with pytest.raises(ConcurrentAppendError):
+        second[0].result(PATIENCE)
     assert numbers(store.load("order", "1")) == [0, 1]
 
 

@@ -672,6 +672,23 @@ def test_a_full_disk_is_never_the_failure_of_a_change(store: Store) -> None:
     assert effects(store) == [1]
 
 
+def test_a_database_that_goes_away_is_no_failure_of_a_redriven_letter(store: Store, terminate: Terminate) -> None:
+    def fails(change: RecordedChange, connection: Connection) -> None:
+        raise ValueError
+
+    def is_cut_off(change: RecordedChange, connection: Connection) -> None:
+        effect(change, connection)
+        terminate(connection)
+
+    put(store, "1", 1)
+    drain(subscribed(store, fails, max_attempts=1))
+    with pytest.raises(DatabaseUnavailableError):
+        subscribed(store, is_cut_off).redrive()
+    (letter,) = store.dead_letters("mailer")
+    assert (letter.attempts, "ValueError" in letter.failure) == (1, True)
+    assert effects(store) == []
+
+
 def test_one_of_several_processes_has_a_subscription(store: Store) -> None:
     put(store, "1", 1, 2)
     second = subscribed(store)
