@@ -37,7 +37,7 @@ from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import DatabaseUnavailableError, PermissionDeniedError, ValidationError
 from eventsql_orchestration.orchestration.trace.tracer import Tracer
 from eventsql_orchestration.queue import Message, NewMessage, Queue, QueueOptions, held_messages
-from tests.dagster.conftest import Metadata, Workbench, sql
+from tests.dagster.conftest import ONE, Metadata, Workbench, sql
 from tests.effects import FullDiskError, PanicException
 from tests.fixtures import Until
 
@@ -407,6 +407,45 @@ def test_a_run_works_on_one_shard_and_ticks_look_at_each(shards: dict[str, Workb
     assert effects == {name: 2 * (name == requests[0].tags["eventsql/shard"]) for name in works}
     assert some.run().success
     assert all(len(each.bench.effects()) == 2 for each in works.values())
+
+
+def test_a_run_on_several_shards_hands_over_messages_of_one_shard_at_a_time(shards: dict[str, Workbench]) -> None:
+    works = [Work(bench) for bench in shards.values()]
+    seen: list[set[str | None]] = []
+
+    def tell(messages: Sequence[Message], connection: Connection) -> None:
+        seen.append({message.shard for message in messages})
+        write(messages, connection)
+
+    definition = worker(tell)
+    definition.register(works[0].bench.eventsql.platform)
+    for work in works:
+        work.send(2)
+    assert works[0].run(definition).success
+    assert sorted(seen, key=str) == sorted(({shard} for shard in shards), key=str)
+
+
+def test_a_run_ends_if_every_message_of_one_shard_fails_though_those_of_another_shard_do_not(
+    shards: dict[str, Workbench],
+) -> None:
+    works = {shard: Work(bench) for shard, bench in shards.items()}
+    first: list[str | None] = []
+
+    def fail_on_the_first(messages: Sequence[Message], connection: Connection) -> None:
+        first.append(messages[0].shard)
+        # On the other shard, each message succeeds alone.
+        if messages[0].shard == first[0] or len(messages) > 1:
+            raise ValueError("no service")
+        write(messages, connection)
+
+    definition = worker(fail_on_the_first, limits=replace(LIMITS, batch=20), backoff=lambda _: 0.0)
+    definition.register(works[ONE].bench.eventsql.platform)
+    for work in works.values():
+        work.send(10)
+    assert not works[ONE].run(definition).success
+    assert {shard: work.receives() for shard, work in works.items()} == {
+        shard: [(1, 0)] * 10 * (shard == first[0]) for shard in works
+    }
 
 
 class Shop(EventSQLTranslator):
