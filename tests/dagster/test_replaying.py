@@ -286,6 +286,19 @@ def test_a_requested_replay_hands_over_the_events_that_match_the_filter(bench: W
     assert metadata(found, definition.key)["events"] == 5
 
 
+def test_a_run_with_the_tags_of_another_claim_replays_the_claim_of_its_config(bench: Workbench) -> None:
+    """A person has executed a run again, and has put another claim in its config."""
+    definition = define()
+    bench.publish("rides", 3)
+    first = bench.request(definition)
+    assert bench.run(definition, first).success
+    ids = bench.publish("rides", 2)
+    second = bench.request(definition)
+    assert bench.run(definition, second).success
+    assert again(bench, definition, second, replay=True, tags=dict(first.tags)).success
+    assert bench.effects()[-4:] == [*ids, *ids]
+
+
 def test_a_run_whose_config_forbids_a_replay_does_nothing(bench: Workbench) -> None:
     definition = define()
     ids = bench.publish("rides", 5)
