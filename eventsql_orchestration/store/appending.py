@@ -22,9 +22,6 @@ ExpectedVersion: TypeAlias = int | Literal["any", "exists", "none"]
 
 _EXPECTED: Final[Mapping[str, int]] = {"none": 0, "any": -1, "exists": -2}
 
-_ATTEMPTS: Final = 3
-"""Maximum number of attempts at an append at any version: another writer may create the aggregate meanwhile."""
-
 
 class Appending:
     """One append: its changes, their ids and its values. Raises `ValidationError`."""
@@ -81,19 +78,11 @@ class Appender:
 
     def append(self, appending: Appending, connection: CallersConnection | None) -> tuple[int, bool]:
         """The aggregate's version after these changes, and whether they were stored now. See `Store.append`."""
-        for _ in range(_ATTEMPTS):
-            version = (
-                self._append_alone(appending) if connection is None else self._append_joined(appending, connection)
-            )
-            if version is not None:
-                return version, True
-            with self._database.joined(connection) as joined:
-                stored = self._already_stored(joined, appending)
-            if stored is not None:
-                return stored, False
-            if appending.expected >= 0:
-                break
-        raise ConcurrentAppendError(f"{appending} {_not_any_more(appending.expected)}: load it again and decide again")
+        version = self._append_alone(appending) if connection is None else self._append_joined(appending, connection)
+        if version is not None:
+            return version, True
+        with self._database.joined(connection) as joined:
+            return self._already_stored(joined, appending), False
 
     def _append_alone(self, appending: Appending) -> int | None:
         """The new version; None if the aggregate is not as expected, or has one of the changes."""
@@ -117,10 +106,9 @@ class Appender:
                 ) from error
         return _last_version(rows)
 
-    def _already_stored(self, connection: Connection, appending: Appending) -> int | None:
-        """The aggregate's version after these changes if all are stored already; None if none of them is.
-
-        If the changes cannot be appended for another reason, raises the error that says why.
+    def _already_stored(self, connection: Connection, appending: Appending) -> int:
+        """The aggregate's version after these changes, if all are stored already. Otherwise, raises the error that says
+        why they were not appended.
         """
         ids = appending.ids
         values = {"type": appending.type, "id": appending.id, "change_ids": ids}
@@ -139,9 +127,10 @@ class Appender:
             )
         if closed:
             raise AggregateClosedError(f"{appending} was closed at version {version}, and takes no more changes")
-        if appending.expected == _EXPECTED["exists"] and not version:
+        if appending.expected < 0:
             raise ConcurrentAppendError(f"{appending} does not exist yet: append with expected_version='none' or 'any'")
-        return None
+        now = f"at version {appending.expected}" if appending.expected else "new"
+        raise ConcurrentAppendError(f"{appending} is not {now} any more: load it again and decide again")
 
 
 def _last_version(rows: Sequence[RawRow]) -> int | None:
@@ -160,9 +149,3 @@ def _expected(version: object) -> int:
             )
         return _EXPECTED[version]
     return check_whole("expected_version", version, least=0)
-
-
-def _not_any_more(expected: int) -> str:
-    if expected < 0:
-        return "changes all the time"
-    return f"is not at version {expected} any more" if expected else "is not new any more"
