@@ -114,7 +114,7 @@ class Appender:
         values = {"type": appending.type, "id": appending.id, "change_ids": ids}
         row = fetch_first(connection, self._queries("standing"), values, prepare=False)
         version, closed, stored, last = row or (0, False, 0, None)
-        if ids and stored == len(appending.changes):
+        if stored == len(appending.changes):
             return int(last)
         if stored:
             raise ValidationError(
