@@ -123,6 +123,19 @@ def test_closed_aggregates_are_archived_by_their_time(store: Store, sessions: Se
     assert store.archive_closed("ride", before=LATER) == Archived(0, 0)
 
 
+def test_a_stream_of_another_type_with_the_same_id_stays_where_it_is(store: Store) -> None:
+    for of in ("order", "rider"):
+        put(store, "1", 1, of=of)
+        store.close_stream(of, "1")
+    assert store.archive_stream("order", "1") == 1
+    assert counts(store) == (1, 1)
+    assert [store.aggregates(of)[0].archived_at is None for of in ("order", "rider")] == [False, True]
+    assert store.archive_stream("rider", "1") == 1
+    assert store.unarchive_stream("order", "1") == 1
+    assert counts(store) == (1, 1)
+    assert [store.aggregates(of)[0].archived_at is None for of in ("order", "rider")] == [True, False]
+
+
 def test_more_aggregates_than_one_transaction_takes_are_archived(store: Store) -> None:
     for number in range(103):
         closed(store, f"{number}", number)
