@@ -76,13 +76,13 @@ class Appender:
         self._queries = Queries("store", database.schema)
         self._append = SingleStatement("append", self._queries("append"), briefly=True)
 
-    def append(self, appending: Appending, connection: CallersConnection | None) -> tuple[int, bool]:
-        """The aggregate's version after these changes, and whether they were stored now. See `Store.append`."""
+    def append(self, appending: Appending, connection: CallersConnection | None) -> int:
+        """The aggregate's version after these changes. See `Store.append`."""
         version = self._append_alone(appending) if connection is None else self._append_joined(appending, connection)
         if version is not None:
-            return version, True
+            return version
         with self._database.joined(connection) as joined:
-            return self._already_stored(joined, appending), False
+            return self._already_stored(joined, appending)
 
     def _append_alone(self, appending: Appending) -> int | None:
         """The new version; None if the aggregate is not as expected, or has one of the changes."""

@@ -107,8 +107,8 @@ class Store:
             with self.database.joined(connection) as joined:
                 self.order.home.era(joined)
             self._at_home = True
-        version, stored = self._appender.append(appending, connection)
-        if stored and connection is None:
+        version = self._appender.append(appending, connection)
+        if connection is None:
             self.announce()
         return version
 
