@@ -173,6 +173,15 @@ def test_a_closed_aggregate_takes_no_more_changes_and_can_be_read(store: Store) 
         store.close_stream("order", "2")
 
 
+def test_a_closed_aggregate_that_is_closed_again_keeps_its_time(store: Store) -> None:
+    put(store, "1", 1)
+    store.close_stream("order", "1")
+    (closed,) = store.aggregates("order")
+    store.close_stream("order", "1")
+    assert store.aggregates("order") == [closed]
+    assert closed.closed_at is not None
+
+
 def test_a_change_keeps_its_metadata_id_schema_and_cause(store: Store) -> None:
     known = uuid.uuid4()
     store.append("order", "1", [change(1, id=known, metadata={"user": "é"}, schema_version=7)], expected_version=0)
@@ -377,8 +386,11 @@ def test_a_restored_store_is_read_and_written_only_after_its_changes_were_adopte
     old = store.checkpoint_of("order", "1", 1)
     restored(store.database)
 
+    # The programs were closed meanwhile.
+    store.close()
     fresh = Store(store.database)
-    for refused in (fresh.read_all, fresh.newest, lambda: put(fresh, "1", 9), lambda: fresh.read_all(old)):
+    writes = [lambda: put(fresh, "1", 9), lambda: put(store, "1", 9)]
+    for refused in (fresh.read_all, fresh.newest, lambda: fresh.read_all(old), *writes):
         with pytest.raises(DatabaseError, match="eventsql store adopt"):
             refused()
 
