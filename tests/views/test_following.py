@@ -70,6 +70,21 @@ def test_a_line_that_commits_late_comes_late_and_once(database: Database, runs: 
     assert not follower._given
 
 
+def test_no_line_is_given_again_after_a_time_without_writers(
+    database: Database, runs: LogsView, sessions: Sessions
+) -> None:
+    first, second = sessions(), sessions()
+    follower = runs.follow()
+    write(first, runs, "first")
+    assert polled(follower) == []
+    first.commit()
+    assert polled(follower) == ["first"]
+    write(second, runs, "second")
+    assert polled(follower) == polled(follower) == []
+    second.commit()
+    assert polled(follower) == ["second"]
+
+
 def test_lines_of_transactions_that_were_open_at_the_start_are_given(
     database: Database, runs: LogsView, sessions: Sessions
 ) -> None:
