@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import dagster as dg
@@ -19,6 +20,7 @@ from eventsql_orchestration.dagster.consumers.decision import (
     decide,
     draining_run,
     needs_attention,
+    needs_late_runs,
 )
 from eventsql_orchestration.dagster.consumers.handover import PATIENCE
 from eventsql_orchestration.dagster.tags import CLAIM_TAG, PARTITION_TAG, REPLAY_TAG, SHARED_TAG
@@ -93,11 +95,12 @@ LATER = claim("run r", claim_id=2)
         ),
         # A run that drains near the end of its window.
         ({"drains": "r", "run": run(age=11.0)}, RequestSuccessor("r")),
-        ({"drains": "r", "run": run(age=24.9)}, RequestSuccessor("r")),
+        ({"drains": "r", "run": run(age=25.0)}, RequestSuccessor("r")),
         # A run that may not drain any more, or does not drain this partition alone.
         ({"drains": "r", "run": run(age=25.1)}, TryClaim()),
         ({"drains": "r"}, TryClaim()),
         ({"drains": "r", "run": run(STATUS.FAILURE)}, TryClaim()),
+        ({"drains": "r", "run": run(waits=True, age=11.0)}, TryClaim()),
         ({"drains": "r", "run": run(tags={})}, TryClaim()),
         ({"drains": "r", "run": run(tags={**DRAINS, SHARED_TAG: "true"})}, TryClaim()),
         ({"drains": "r", "run": run(tags={**DRAINS, REPLAY_TAG: "true"})}, TryClaim()),
@@ -127,10 +130,15 @@ def test_a_tick_claims_or_requests_a_successor(state: dict[str, Any], expected: 
         ({"claim": claim(), "run": run(STATUS.QUEUED, unchanged=1e6)}, "run r of claim 1 is queued", True),
         ({"claim": claim(), "run": run(STATUS.NOT_STARTED)}, "run r of claim 1 is not started", True),
         ({"claim": claim(), "run": run(STATUS.STARTING, unchanged=299.0)}, "run r of claim 1 is starting", True),
-        ({"claim": claim(), "run": run(unchanged=59.0)}, "run r of claim 1 is started", True),
+        ({"claim": claim(), "run": run(unchanged=60.0)}, "run r of claim 1 is started", True),
         ({"claim": claim(), "run": run(unchanged=119.0), "late": 1}, "run r of claim 1 is started", True),
         ({"claim": OF_PARENT, "run": run(STATUS.STARTING, unchanged=299.0)}, "run r of claim 1 is starting", True),
         ({"claim": OF_PARENT, "run": run(unchanged=59.0)}, "run r of claim 1 is started", True),
+        (
+            {"claim": ADOPTED, "run": run(STATUS.FAILURE), "failures": 2, "since_failure": 9.0},
+            "2 runs failed from offset 10, the last run is r; the next is requested in 1 s",
+            False,
+        ),
         (
             {"claim": ADOPTED, "run": run(STATUS.FAILURE), "failures": 3, "since_failure": 5.0},
             "3 runs failed from offset 10, the last run is r; the next is requested in 15 s",
@@ -140,6 +148,11 @@ def test_a_tick_claims_or_requests_a_successor(state: dict[str, Any], expected: 
         ({"drains": "r", "successor": successor(STATUS.QUEUED, unchanged=1e6)}, "run s takes over from run r", False),
         ({"drains": "r", "successor": successor(STATUS.STARTING)}, "run s takes over from run r", False),
         (
+            {"drains": "r", "successor": successor(STATUS.STARTED, waits=True, age=1e6)},
+            "run s takes over from run r",
+            False,
+        ),
+        (
             {"drains": "r", "run": run(age=15.0), "successor": successor(STATUS.STARTED, age=PATIENCE)},
             "run s takes over from run r",
             False,
@@ -148,6 +161,40 @@ def test_a_tick_claims_or_requests_a_successor(state: dict[str, Any], expected: 
 )
 def test_a_tick_waits_for_a_run_and_keeps_its_claim(state: dict[str, Any], reason: str, prolongs: bool) -> None:
     assert decided(**state) == Wait(reason, prolong=prolongs)
+
+
+@pytest.mark.parametrize(
+    ("window", "age", "requested"),
+    [
+        # A run that is younger than `lead` may still end for want of events.
+        (12.0, 8.9, False),
+        (12.0, 9.0, True),
+        # The window lasts longer than `lead`.
+        (40.0, 30.9, False),
+        (40.0, 31.0, True),
+    ],
+)
+def test_a_successor_is_requested_near_the_end_of_the_window_of_a_run_with_steady_traffic(
+    window: float, age: float, *, requested: bool
+) -> None:
+    state = PartitionState(drains="r", run=run(age=age))
+    decision = decide(state, replace(LIMITS, drain_seconds=window), TICKS)
+    assert isinstance(decision, RequestSuccessor if requested else Wait)
+
+
+@pytest.mark.parametrize(
+    ("live", "of", "needed"),
+    [
+        (claim(), run(unchanged=60.1), True),
+        (claim(), run(unchanged=60.0), False),
+        (claim(), run(STATUS.STARTING, unchanged=301.0), False),
+        (ADOPTED, run(unchanged=61.0), False),
+    ],
+)
+def test_late_runs_are_counted_only_for_a_run_that_takes_long_to_adopt_its_claim(
+    live: Claim, of: RunState, *, needed: bool
+) -> None:
+    assert needs_late_runs(live, of, TICKS) is needed
 
 
 @pytest.mark.parametrize(
@@ -163,6 +210,7 @@ def test_a_tick_waits_for_a_run_and_keeps_its_claim(state: dict[str, Any], reaso
         (LATER, run(STATUS.FAILURE, age=11.0), None, None),
         (ADOPTED, run(age=11.0), None, None),
         (LATER, None, None, None),
+        (claim("run p", claim_id=2), run(age=11.0), None, None),
     ],
 )
 def test_a_run_may_be_draining_a_partition(
