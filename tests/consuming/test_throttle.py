@@ -37,6 +37,13 @@ def test_a_partition_rests_while_events_come_fast_so_that_polls_are_few(partitio
     assert sum(found) / len(found) == pytest.approx(rest, rel=0.2)
 
 
+def test_partitions_rest_for_longer_the_faster_events_come() -> None:
+    throttle = Throttle()
+    throttle.join(1)
+    found = rests(throttle, rate=1.5 * REST_RATE, events=1)
+    assert sum(found) / len(found) == pytest.approx(LEAST_REST / 2, rel=0.2)
+
+
 def test_partitions_that_rest_are_due_together() -> None:
     throttle = Throttle()
     throttle.join(10)
@@ -44,7 +51,15 @@ def test_partitions_that_rest_are_due_together() -> None:
     now = time.monotonic() + 2.0
     first = throttle.rest(10_000, now)
     assert first is not None
-    assert throttle.rest(10_000, first - LEAST_REST * 0.9) == pytest.approx(first)
+    assert throttle.rest(10_000, first - LEAST_REST * 0.9) == pytest.approx(first, abs=1e-6)
+
+
+def test_a_first_batch_of_any_size_is_followed_by_a_rest_or_by_none() -> None:
+    """A rest at exactly the rate from which partitions rest would have no length."""
+    now = time.monotonic()
+    resting = [Throttle().rest(events, now) is not None for events in range(1_000)]
+    assert resting == sorted(resting)
+    assert {*resting} == {False, True}
 
 
 def test_a_poll_without_events_does_not_count_as_faster() -> None:
@@ -64,7 +79,7 @@ def test_partitions_that_are_not_consumed_any_more_do_not_count() -> None:
 def test_a_consumer_has_one_throttle_while_a_consumption_uses_it() -> None:
     throttles = Throttles()
     one = throttles.of("orders", "mailer")
-    one.join(7)
+    one.join(500)
     assert throttles.of("orders", "mailer") is one
     assert throttles.of("orders", "fares") is not one
     del one
