@@ -70,7 +70,6 @@ class CommitRetry:
         """The single event that was rejected so far; None for several events."""
         self._count = 0
         self._since = 0.0
-        self._blamed: int | None = None
         self._reduced_batches = 0
 
     def try_again(self, event: int | None) -> bool:
@@ -84,18 +83,12 @@ class CommitRetry:
         if event is None and self._size is not None:
             # Smaller batches come first.
             return False
-        if event is not None and event == self._blamed:
-            return False
 
         now = time.monotonic()
         if event != self._rejected or not self._count:
             self._rejected, self._count, self._since = event, 0, now
         self._count += 1
-        if self._count < self._limits.attempts or now - self._since < self._limits.seconds:
-            return True
-
-        self._blamed = event
-        return False
+        return self._count < self._limits.attempts or now - self._since < self._limits.seconds
 
     def size(self, most: int) -> int:
         """The number of events for the next batch, at most `most`."""
@@ -118,5 +111,4 @@ class CommitRetry:
             self._size *= 2
 
         if self._size is None or self._size >= most:
-            self._size = self._rejected = self._blamed = None
-            self._count = 0
+            self._size, self._count = None, 0

@@ -47,6 +47,22 @@ def test_batches_double_after_an_isolated_event() -> None:
     assert sizes == [1, 2, 4, 6, 6]
 
 
+def test_a_smaller_batch_is_not_larger_than_what_the_caller_takes() -> None:
+    state = retry()
+    state.halve(16)
+    assert (state.size(100), state.size(2)) == (8, 2)
+    state.halve(1)
+    assert state.size(100) == 1
+
+
+def test_batches_are_full_again_once_they_are_as_large_as_the_caller_takes() -> None:
+    state = retry()
+    state.isolate()
+    assert not state.try_again(None)
+    state.committed(2)
+    assert state.try_again(None)
+
+
 def test_a_full_batch_forgets_earlier_rejections(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(commit_retry, "time", SimpleNamespace(monotonic=lambda: now[0]))

@@ -415,13 +415,18 @@ def test_conflicts_that_come_fast_are_not_held_against_an_event(
     assert state_of(platform).failed_event_id is None
 
 
+@pytest.mark.parametrize(
+    ("state", "error"),
+    [("53100", DatabaseFullError), ("54000", psycopg.errors.ProgramLimitExceeded)],
+    ids=["a full disk", "a full queue of notifications"],
+)
 def test_an_unrelated_error_of_the_commit_is_never_the_failure_of_an_event(
-    platform: EventSQL, refusing: Callable[[str, str], None]
+    platform: EventSQL, refusing: Callable[[str, str], None], state: str, error: type[Exception]
 ) -> None:
     platform.shards[0].consumers.commit_retry = CommitRetryLimits(attempts=1, seconds=0.0)
-    refusing("true", "53100")
+    refusing("true", state)
     for _ in range(3):
-        with pytest.raises(DatabaseFullError):
+        with pytest.raises(error):
             consume(platform, write)
     assert state_of(platform).failed_event_id is None
 
