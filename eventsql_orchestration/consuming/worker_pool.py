@@ -274,7 +274,7 @@ class Consumption(Running):
                     if not slot.empty:
                         slot.due = min(slot.due, slot.enough_at)
                     continue
-                if slot.empty and not woken and self._notified():
+                if slot.empty and not woken:
                     # `_wake` takes this back if the notification arrives later.
                     self._unannounced_at = now
                 slot.empty = False
