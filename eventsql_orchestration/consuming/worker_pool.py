@@ -255,8 +255,7 @@ class Consumption(Running):
                 if any(slot.due <= now or (woken and not slot.deaf) for slot in idle):
                     # One statement looks at all of them, so the slots that are not due yet cost nothing.
                     return [slot for slot in idle if slot.due <= now or not slot.deaf], woken
-                wait = min((slot.due for slot in idle), default=now + IDLE_POLLING) - now
-                self._poller.wait(min(wait, max(IDLE_POLLING, self._polling_delay)))
+                self._poller.wait(min([IDLE_POLLING, *(slot.due - now for slot in idle)]))
         return None
 
     def _queue_ready(
@@ -356,7 +355,7 @@ class Consumption(Running):
 
             due_in = self._idle_delay() if outcome.due_in is None else outcome.due_in
             slot.least, slot.deaf = outcome.least, outcome.deaf
-            slot.enough_at = now + due_in if outcome.least > 1 else 0.0
+            slot.enough_at = now + due_in
             if outcome.due_in is None and rest is not None:
                 due_in, slot.deaf = rest - now, True
             elif not slot.deaf and slot.wakes != self._wakes:
