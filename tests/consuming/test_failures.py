@@ -417,8 +417,8 @@ def test_conflicts_that_come_fast_are_not_held_against_an_event(
 
 @pytest.mark.parametrize(
     ("state", "error"),
-    [("53100", DatabaseFullError), ("54000", psycopg.errors.ProgramLimitExceeded)],
-    ids=["a full disk", "a full queue of notifications"],
+    [("53100", DatabaseFullError), ("54000", psycopg.errors.ProgramLimitExceeded), ("XX001", DatabaseError)],
+    ids=["a full disk", "a full queue of notifications", "a damaged file"],
 )
 def test_an_unrelated_error_of_the_commit_is_never_the_failure_of_an_event(
     platform: EventSQL, refusing: Callable[[str, str], None], state: str, error: type[Exception]

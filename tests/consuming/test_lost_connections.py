@@ -7,6 +7,7 @@ import select
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -218,6 +219,29 @@ def test_each_that_waited_for_the_server_tells_that_it_goes_on(
         assert f"the transfer goes on with {platform.database}" in caplog.text
         stop.set()
         transferring.join()
+
+
+def test_losses_count_from_the_first_one_on(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    monkeypatch.setattr(lost_connections, "FREE_SECONDS", 60.0)
+    monkeypatch.setattr(lost_connections, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    losses = LostConnections()
+    found: list[bool] = []
+    for now[0] in (0.0, 30.0, 58.0, 59.0, 59.0, 59.0, 60.0):
+        found.append(losses.too_often("event 1", "event 1 lost its connection"))
+    assert found == [False] * 6 + [True]
+    assert losses.so_far("event 1") == 7
+    assert "event 1 lost its connection 7 times" in caplog.text
+
+
+def test_the_losses_of_the_events_that_lost_their_connections_last_are_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lost_connections, "_MOST_KNOWN", 2)
+    losses = LostConnections()
+    for event in (1, 2, 3):
+        losses.too_often(event, f"event {event} lost its connection")
+    assert [losses.so_far(event) for event in (1, 2, 3)] == [0, 1, 1]
 
 
 def test_connections_that_are_lost_within_a_minute_cost_nothing(platform: EventSQL, terminate: Terminate) -> None:

@@ -224,6 +224,21 @@ def test_pruning_begins_anew_where_it_has_deleted_claims(platform: EventSQL, mon
             assert pruning.prune(key) == deleted
 
 
+def test_pruning_begins_anew_after_the_last_claim(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claim_pruning, "BATCH", 5)
+    prepare(platform)
+    pruning, key = claim_pruning.ClaimPruning(platform.database), ConsumerPartition("orders", "sums", 0)
+    with platform.database.connection() as connection:
+        connection.execute(
+            "INSERT INTO eventsql.consumer_claim (eql_topic, eql_consumer, eql_partition, eql_after, eql_upto, "
+            "eql_events, eql_epoch, eql_owner, eql_state, eql_finished_at) SELECT 'orders', 'sums', 0, n - 1, n, 1, 1, "
+            "'process 1', 'committed', now() FROM generate_series(1, 7) n"
+        )
+        assert [pruning.prune(key) for _ in range(2)] == [0, 0]
+        connection.execute("UPDATE eventsql.consumer_claim SET eql_finished_at = now() - interval '1 day'")
+    assert [pruning.prune(key) for _ in range(2)] == [5, 1]
+
+
 def test_a_claim_is_made_though_old_claims_cannot_be_pruned(
     platform: EventSQL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
