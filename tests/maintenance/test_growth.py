@@ -14,6 +14,7 @@ from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.consuming.leases import Lease, LeasedPolls
 from eventsql_orchestration.consuming.partition import ConsumerPartition
 from eventsql_orchestration.consuming.worker_pool import PollOptions
+from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ClaimLostError, DatabaseBusyError
 from eventsql_orchestration.model import Retention
 from eventsql_orchestration.publishing import log_room
@@ -205,17 +206,22 @@ def test_pruning_that_has_to_wait_keeps_its_claim_waiting_for_seconds_at_most(
     assert "are kept for now" in caplog.text
 
 
+def _commit_claims(connection: Connection, number: int) -> None:
+    connection.execute(
+        "INSERT INTO eventsql.consumer_claim (eql_topic, eql_consumer, eql_partition, eql_after, eql_upto, eql_events, "
+        "eql_epoch, eql_owner, eql_state, eql_finished_at) SELECT 'orders', 'sums', 0, n - 1, n, 1, 1, 'process 1', "
+        "'committed', now() FROM generate_series(1, %s) n",
+        [number],
+    )
+
+
 def test_pruning_begins_anew_where_it_has_deleted_claims(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise it would walk over all recent claims before it looks at the oldest again."""
     monkeypatch.setattr(claim_pruning, "BATCH", 5)
     prepare(platform)
     pruning, key = claim_pruning.ClaimPruning(platform.database), ConsumerPartition("orders", "sums", 0)
     with platform.database.connection() as connection:
-        connection.execute(
-            "INSERT INTO eventsql.consumer_claim (eql_topic, eql_consumer, eql_partition, eql_after, eql_upto, "
-            "eql_events, eql_epoch, eql_owner, eql_state, eql_finished_at) SELECT 'orders', 'sums', 0, n - 1, n, 1, 1, "
-            "'process 1', 'committed', now() FROM generate_series(1, 20) n"
-        )
+        _commit_claims(connection, 20)
         for oldest, deleted in [(3, 3), (5, 2)]:
             connection.execute(
                 "UPDATE eventsql.consumer_claim SET eql_finished_at = now() - interval '1 day' WHERE eql_upto <= %s",
@@ -229,11 +235,7 @@ def test_pruning_begins_anew_after_the_last_claim(platform: EventSQL, monkeypatc
     prepare(platform)
     pruning, key = claim_pruning.ClaimPruning(platform.database), ConsumerPartition("orders", "sums", 0)
     with platform.database.connection() as connection:
-        connection.execute(
-            "INSERT INTO eventsql.consumer_claim (eql_topic, eql_consumer, eql_partition, eql_after, eql_upto, "
-            "eql_events, eql_epoch, eql_owner, eql_state, eql_finished_at) SELECT 'orders', 'sums', 0, n - 1, n, 1, 1, "
-            "'process 1', 'committed', now() FROM generate_series(1, 7) n"
-        )
+        _commit_claims(connection, 7)
         assert [pruning.prune(key) for _ in range(2)] == [0, 0]
         connection.execute("UPDATE eventsql.consumer_claim SET eql_finished_at = now() - interval '1 day'")
     assert [pruning.prune(key) for _ in range(2)] == [5, 1]

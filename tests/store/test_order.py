@@ -389,8 +389,10 @@ def test_a_restored_store_is_read_and_written_only_after_its_changes_were_adopte
     # The programs were closed meanwhile.
     store.close()
     fresh = Store(store.database)
-    writes = [lambda: put(fresh, "1", 9), lambda: put(store, "1", 9)]
-    for refused in (fresh.read_all, fresh.newest, lambda: fresh.read_all(old), *writes):
+    for refused in (
+        fresh.read_all, fresh.newest, lambda: fresh.read_all(old), lambda: put(fresh, "1", 9),
+        lambda: put(store, "1", 9),
+    ):  # fmt: skip
         with pytest.raises(DatabaseError, match="eventsql store adopt"):
             refused()
 
