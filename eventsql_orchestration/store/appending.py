@@ -128,7 +128,8 @@ class Appender:
         if closed:
             raise AggregateClosedError(f"{appending} was closed at version {version}, and takes no more changes")
         if appending.expected < 0:
-            raise ConcurrentAppendError(f"{appending} does not exist yet: append with expected_version='none' or 'any'")
+            # Another writer may have made it meanwhile.
+            raise ConcurrentAppendError(f"{appending} did not exist: use expected_version='any' if it may be new")
         now = f"at version {appending.expected}" if appending.expected else "new"
         raise ConcurrentAppendError(f"{appending} is not {now} any more: load it again and decide again")
 

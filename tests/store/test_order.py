@@ -90,6 +90,22 @@ def test_an_expected_version_may_be_any_or_exists_or_none(store: Store, joined: 
     assert numbers(store.load("order", "1")) == [1, 2, 3, 4, 5]
 
 
+def test_the_error_for_an_aggregate_that_was_not_there_is_true_if_another_writer_makes_it_meanwhile(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    explain = store._appender._already_stored
+
+    def another_first(*given: Any) -> int:
+        put(Store(store.database), "1", 1)
+        return explain(*given)
+
+    monkeypatch.setattr(store._appender, "_already_stored", another_first)
+    with pytest.raises(ConcurrentAppendError, match="did not exist: use expected_version='any' if"):
+        store.append("order", "1", [change(2)], expected_version="exists")
+    assert numbers(store.load("order", "1")) == [1]
+    assert store.append("order", "1", [change(2)], expected_version="any") == 2
+
+
 @pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize("expected", [0, "any", "exists"])
 def test_a_repeated_append_stores_its_changes_once(store: Store, expected: Any, joined: bool) -> None:
