@@ -249,13 +249,14 @@ class Consumption(Running):
                 now = time.monotonic()
                 woken, self._woken = self._woken, False
                 idle = self._idle.values()
-                if now - self._looked_at >= max(IDLE_POLLING, self._polling_delay):
+                again_at = self._looked_at + max(IDLE_POLLING, self._polling_delay)
+                if now >= again_at:
                     # Look even if all known partitions are busy: there may be new partitions.
                     return [slot for slot in idle if not slot.deaf], woken
                 if any(slot.due <= now or (woken and not slot.deaf) for slot in idle):
                     # One statement looks at all of them, so the slots that are not due yet cost nothing.
                     return [slot for slot in idle if slot.due <= now or not slot.deaf], woken
-                self._poller.wait(min([IDLE_POLLING, *(slot.due - now for slot in idle)]))
+                self._poller.wait(min([again_at, *(slot.due for slot in idle)]) - now)
         return None
 
     def _queue_ready(

@@ -267,7 +267,7 @@ def test_events_before_the_first_look_or_with_a_notification_are_no_sign_of_miss
     assert idle_delay(consumption) == IDLE_POLLING
 
 
-@pytest.mark.parametrize("polling_delay", [1.0, 60.0])
+@pytest.mark.parametrize("polling_delay", [1.0, 15.0, 60.0])
 @pytest.mark.parametrize("outcome", [None, PollOutcome(due_in=3_600.0)], ids=["busy", "not due"])
 def test_new_partitions_are_found_at_the_pace_of_an_idle_consumer_whatever_the_others_do(
     pool: Pool, waits: list[float], polling_delay: float, outcome: PollOutcome | None
