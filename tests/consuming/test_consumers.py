@@ -581,7 +581,10 @@ def test_a_publisher_without_a_transfer_wakes_that_of_another_process(
         until(lambda: platform.reader.count("payments") == 2)
 
 
-def test_a_notification_during_a_pass_leads_to_another_look(platform: EventSQL, until: Until, halt: Halt) -> None:
+def test_a_notification_during_a_pass_leads_to_another_look_at_once(
+    platform: EventSQL, until: Until, halt: Halt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "IDLE_POLLING", NEVER)
     seen = Seen()
 
     def handle(events: Sequence[Event], connection: Connection) -> None:
@@ -914,6 +917,7 @@ def test_an_idle_consumer_of_many_partitions_says_nothing_until_it_is_due_or_wok
         until(lambda: looks)
         assert looks == [{0: 1, 1: 1, 2: 1}]
         assert polls == []
+        assert consumption.stop(PATIENCE)
 
 
 def test_a_look_says_when_each_partition_may_be_consumed(platform: EventSQL) -> None:

@@ -338,3 +338,19 @@ def test_a_partition_that_could_not_be_polled_waits_unless_another_process_has_i
     consumption = pool()
     consumption._poll = Mock(side_effect=error)
     assert consumption._consume(KEY) == outcome
+
+
+def test_looks_that_fail_are_repeated_after_a_pause_whatever_is_notified(pool: Pool, clock: Clock) -> None:
+    consumption = pool()
+    looks: list[float] = []
+
+    def fail(_asked: object) -> dict[int, float | None]:
+        looks.append(clock.now)
+        consumption._wake()
+        if len(looks) == 3:
+            consumption.stop_soon()
+        raise DatabaseError("the server refused a statement")
+
+    consumption._look = fail
+    consumption._run_poller()
+    assert [round(look - looks[0], 6) for look in looks] == [0.0, FAULT_DELAY, 2 * FAULT_DELAY]
