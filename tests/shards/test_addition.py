@@ -14,6 +14,7 @@ import pytest
 from eventsql_orchestration import Consumer, Event, EventFilter, EventSQL, Publication, Retention, Shard, Topic
 from eventsql_orchestration.consuming.claims import NoClaim
 from eventsql_orchestration.consuming.lag import LagCause
+from eventsql_orchestration.database import Queries
 from eventsql_orchestration.errors import (
     DatabaseBusyError,
     DatabaseUnavailableError,
@@ -28,8 +29,9 @@ from eventsql_orchestration.shards.add_shard import ShardAddition
 from eventsql_orchestration.shards.cluster import Cluster
 from eventsql_orchestration.shards.shard_state import ShardStore
 from eventsql_orchestration.storage.appending import LogAppender
-from eventsql_orchestration.threads import start_thread
+from eventsql_orchestration.threads import in_thread, start_thread
 from eventsql_orchestration.topics import registry
+from eventsql_orchestration.topics.catalog import lock_registry
 from eventsql_orchestration.topics.positions import Earliest, Latest
 from tests.conftest import Prepared
 from tests.forms import drop_events, stored
@@ -261,6 +263,28 @@ def test_the_fence_waits_for_a_transaction_that_has_published(dsns: list[str], o
     with shard.database.connection() as connection:
         fence = connection.execute("SELECT eql_fence FROM eventsql.shard_fence WHERE eql_topic = 'orders'").fetchone()
     assert [(event.id,) for event in shard.reader.read("orders")] == [fence], "what was committed before lies before it"
+
+
+def test_the_fence_waits_for_those_who_write_to_a_log(dsns: list[str], opened: Open) -> None:
+    shard = opened(*dsns[:2]).shards[0]
+    store = ShardStore(shard.database)
+    with shard.database.transaction() as connection:
+        connection.execute(Queries("log", shard.database.schema)("await_topic"), {"topic": "orders"})
+        with pytest.raises(DatabaseBusyError):
+            store.fence(2, [*BEFORE, "shard-3"], shard.transfer, timeout=0.0)
+    assert store.state().generation == 1
+    assert store.fence(2, [*BEFORE, "shard-3"], shard.transfer)
+
+
+def test_the_fence_waits_for_those_who_register_topics(dsns: list[str], opened: Open) -> None:
+    shard = opened(*dsns[:2]).shards[0]
+    store = ShardStore(shard.database)
+    waiting = "SELECT FROM pg_stat_activity WHERE datname = current_database() AND wait_event = 'advisory'"
+    with psycopg.connect(dsns[0], autocommit=True) as looking, shard.database.core() as connection:
+        lock_registry(connection)
+        fenced = in_thread("fence", lambda: store.fence(2, [*BEFORE, "shard-3"], shard.transfer))
+        wait_until(lambda: looking.execute(waiting).rowcount == 1)
+    assert fenced.result(PATIENCE)
 
 
 def test_the_fence_is_behind_a_log_whose_sequence_was_set_back(dsns: list[str], opened: Open) -> None:
