@@ -7,16 +7,23 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from psycopg.conninfo import conninfo_to_dict
 
 from eventsql_orchestration import EventSQL, Publication, Topic
-from eventsql_orchestration.errors import DatabaseBusyError, DatabaseUnavailableError, ShardUnavailableError
+from eventsql_orchestration.errors import (
+    DatabaseBusyError,
+    DatabaseUnavailableError,
+    ShardSetError,
+    ShardUnavailableError,
+)
 from eventsql_orchestration.sharding import shard_of_key
 from eventsql_orchestration.shards import health
 from tests.interrupting import interrupted
@@ -163,6 +170,61 @@ def test_a_shard_that_no_thread_can_look_after_is_not_left_down(
     with pytest.raises(DatabaseUnavailableError), watching(shard):
         raise lost
     assert shard.down is lost
+
+
+@pytest.fixture
+def probes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """The threads that would look after shards that are down: what they would be called with."""
+    probes: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(health, "start_thread", lambda _name, _function, *given: probes.append(given))
+    return probes
+
+
+def test_a_shard_that_cannot_be_reached_is_down_until_it_answers(probes: list[tuple[Any, ...]]) -> None:
+    error = DatabaseUnavailableError("gone")
+    shard: Any = Mock(down=None, unavailable=lambda: ShardUnavailableError("down", shard="shard-1"))
+    shard.database.connection.side_effect = error
+    found = health.Health(wait=False, on_return=Mock())
+    for _ in range(2):
+        with pytest.raises(ShardUnavailableError):
+            found.reach(shard)
+        assert shard.down is error
+    # Its thread asks it, and nobody else.
+    assert shard.database.connection.call_count == len(probes) == 1
+
+
+def test_a_shard_that_is_lost_twice_is_looked_after_by_one_thread(probes: list[tuple[Any, ...]]) -> None:
+    shard, found = Mock(down=None), health.Health(wait=False, on_return=Mock())
+    first = DatabaseUnavailableError("gone")
+    found.lose(shard, first)
+    found.lose(shard, DatabaseUnavailableError("gone again"))
+    assert shard.down is first
+    assert len(probes) == 1
+
+
+def test_a_thread_that_outlives_the_close_counts_no_shard_as_down(probes: list[tuple[Any, ...]]) -> None:
+    shard, found = Mock(down=None), health.Health(wait=False, on_return=Mock())
+    error = DatabaseUnavailableError("gone")
+    found.lose(shard, error)
+    ((_, stop),) = probes
+    found.close([shard])
+    found._note(shard, error, stop)
+    assert shard.down is None
+
+
+@pytest.mark.parametrize(
+    "other", [{"name": "shard-1"}, {"name": None}, {"set": "another"}], ids=["its neighbour", "no shard", "another set"]
+)
+def test_a_shard_does_not_come_back_as_another_database(
+    databases: Databases, opened: Open, other: dict[str, str | None]
+) -> None:
+    platform = opened(*databases(2)).open()
+    shard = platform.shards[1]
+    state = shard.store.state()
+    with pytest.raises(ShardSetError):
+        platform._cluster._check_returned(shard, replace(state, **other))  # type: ignore[arg-type]
+    assert shard.name == "shard-2"
+    platform._cluster._check_returned(shard, state)
 
 
 def test_ctrl_c_in_a_wait_for_a_shard_leaves_the_health_of_shards_to_other_threads() -> None:
