@@ -418,6 +418,24 @@ def test_a_publication_that_ends_while_it_is_looked_at_is_treated_by_its_outcome
     assert events_of(platform) == (list(range(FEW)) if outcome == "decided" else [])
 
 
+def test_a_publication_that_begins_or_ends_between_two_looks_is_left_alone(
+    platform: EventSQL, dsns: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decisions = decisions_of(platform)
+    with writing(dsns, 0, "INSERT ON eventsql.spark_publication", at_commit=True) as write:
+        parts = {shard.database: TwoPhaseParticipant(shard.database).open() for shard in platform.shards}
+        with monkeypatch.context() as before:
+            # It is announced, and has prepared its parts, after it was looked for announcements.
+            before.setattr(TwoPhaseParticipant, "announced", lambda _parts: [])
+            assert [left.reason for left in decisions.finish()] == ["it is being published"]
+    assert write.outcome is True
+    # Its parts are published after they were read as open.
+    monkeypatch.setattr(TwoPhaseParticipant, "open", lambda found: parts[found._database])
+    assert decisions.finish() == []
+    assert events_of(platform) == list(range(FEW))
+    check_nothing_is_left(dsns)
+
+
 def test_a_write_that_others_finish_before_it_finds_out_was_the_first(
     platform: EventSQL, dsns: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
