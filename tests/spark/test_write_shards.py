@@ -35,6 +35,7 @@ from eventsql_orchestration.errors import (
     ShardPendingError,
     ShardSetError,
 )
+from eventsql_orchestration.publishing import staged_blocks
 from eventsql_orchestration.publishing import two_phase_participant as parts
 from eventsql_orchestration.publishing.staged_blocks import LEAST_BY_BLOCKS
 from eventsql_orchestration.publishing.two_phase_participant import PublicationPart, TwoPhaseParticipant
@@ -546,6 +547,19 @@ def test_neither_a_sweep_nor_an_abort_takes_a_decided_part(platform: EventSQL, d
         # As Spark does where the commit fails, because a shard does not take its part.
         publications.discard([Attempt(attempt, (Share("shard-2", {}),)) for attempt in row[0]])
     assert count(dsns[1], "spark_staged_event") == staged_events > 0
+    assert events_of(platform) == list(range(FEW))
+
+
+def test_a_sweep_takes_no_part_that_is_being_prepared(
+    platform: EventSQL, dsns: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with writing(dsns, 1, "INSERT ON eventsql.spark_part", at_commit=True) as write:
+        staged_events = count(dsns[1], "spark_staged_event")
+        monkeypatch.setattr(staged_blocks, "ORPHANED_AFTER_HOURS", 0)
+        with Publications(source_of(dsns)) as publications:
+            publications._logs["shard-2"].sweep()
+        assert count(dsns[1], "spark_staged_event") == staged_events > 0
+    assert write.outcome is True
     assert events_of(platform) == list(range(FEW))
 
 
