@@ -697,10 +697,10 @@ def test_the_transaction_that_decides_is_not_idle_while_others_place(platform: E
 
 def test_every_commit_waits_for_the_disk(databases: Databases) -> None:
     dsns = databases(2)
-    for dsn in dsns:
+    for dsn, setting in zip(dsns, ("off", "local"), strict=True):
         with psycopg.connect(dsn, autocommit=True) as connection:
-            name = connection.info.dbname
-            connection.execute(sql.SQL("ALTER DATABASE {} SET synchronous_commit TO off").format(sql.Identifier(name)))
+            alter = sql.SQL("ALTER DATABASE {} SET synchronous_commit TO {}")
+            connection.execute(alter.format(sql.Identifier(connection.info.dbname), sql.SQL(setting)))
     dsns = made(dsns)
     for dsn in dsns:
         with psycopg.connect(dsn, autocommit=True) as connection:
