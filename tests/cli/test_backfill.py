@@ -491,10 +491,19 @@ class Driven:
     def fail(self, *keys: str) -> None:
         self.launcher.results |= dict.fromkeys(keys, Ended(False, "it broke"))
 
-    def replay(self) -> None:
-        """Replay its windows, as the runs of another command would."""
+    def replay(self, windows: int = 3) -> None:
+        """Replay its first windows, as the runs of another command would."""
         with self.platform.database.connection() as connection:
-            connection.execute("UPDATE eventsql.consumer SET eql_last_event_id = 30 WHERE eql_name ~ '__backfill_'")
+            connection.execute(
+                "UPDATE eventsql.consumer SET eql_last_event_id = 30 WHERE eql_name = ANY (%s)",
+                [[run.window.consumer("fragile", "one", None) for run in self.plan.runs[:windows]]],
+            )
+
+    def lease(self) -> None:
+        """Claim events of its first window, as the run of another command would."""
+        run = self.plan.runs[0]
+        name = run.window.consumer("fragile", "one", None)
+        assert isinstance(self.platform.claims.claim("orders", name, run.partition, owner="another"), Claim)
 
     def finish(self) -> None:
         """Replay and end it as another command would."""
@@ -558,17 +567,131 @@ def test_no_run_is_launched_after_too_many_dead_letters(driven: Driven) -> None:
     assert driven.launcher.launched == driven.keys[:1]
 
 
+def test_a_backfill_whose_last_events_became_dead_letters_is_done(driven: Driven) -> None:
+    driven.replay()
+    with driven.platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.consumer SET eql_given_up = 2 WHERE eql_name ~ '__backfill_'")
+    outcome = driven.run(max_failures=2, parallel=1)
+    assert (outcome.stopped, outcome.done) == (False, True)
+    assert outcome.given_up >= 2
+
+
+def test_no_run_is_launched_while_the_orchestrator_does_not_run(driven: Driven) -> None:
+    def refuse() -> None:
+        raise LocalDagsterError
+
+    driven.fail(*driven.keys)
+    driven.launcher.require_running = refuse  # type: ignore[method-assign]
+    with pytest.raises(LocalDagsterError):
+        driven.run(parallel=1)
+    assert driven.launcher.launched == []
+
+
+def test_the_progress_shows_the_first_error_while_it_is_being_retried(driven: Driven) -> None:
+    shown: list[str | None] = []
+
+    def note(now: DriverProgress) -> None:
+        shown.append(now.failing)
+        with driven.platform.database.connection() as connection:
+            connection.execute("UPDATE eventsql.consumer SET eql_failed_event_id = NULL, eql_failure = NULL")
+        if len(shown) == 2:
+            driven.finish()
+            driven.launcher.results = dict.fromkeys(driven.keys, Ended(True))
+
+    with driven.platform.database.connection() as connection:
+        for run in driven.plan.runs[1:]:
+            connection.execute(
+                "UPDATE eventsql.consumer SET eql_failed_event_id = %s, eql_failure = 'it breaks' WHERE eql_name = %s",
+                [run.window.upto, run.window.consumer("fragile", "one", None)],
+            )
+    assert driven.drive(note, parallel=3).done
+    assert shown[:2] == ["event 20: it breaks", None]
+
+
+def test_the_progress_counts_no_more_events_of_a_window_than_were_planned(driven: Driven) -> None:
+    names = [run.window.consumer("fragile", "one", None) for run in driven.plan.runs]
+    with driven.platform.database.connection() as connection:
+        for consumed, name in zip((4, 99), names, strict=False):
+            connection.execute(
+                "UPDATE eventsql.consumer SET eql_consumed_events = %s WHERE eql_name = %s", [consumed, name]
+            )
+
+    def finish() -> None:
+        driven.finish()
+        driven.launcher.results = dict.fromkeys(driven.keys, Ended(True))
+
+    assert driven.run(finish, parallel=3).done
+    assert [(now.done_events, now.events) for now in driven.progress] == [(14, 30), (30, 30)]
+
+
+def test_the_lease_of_a_run_that_failed_keeps_no_other_run_from_its_turn(driven: Driven) -> None:
+    launched: list[int] = []
+
+    def note(_now: DriverProgress) -> None:
+        launched.append(len(driven.launcher.launched))
+        if len(launched) == 1:
+            driven.lease()
+            driven.fail(driven.keys[0])
+        else:
+            driven.fail(*driven.keys)
+
+    assert not driven.drive(note, parallel=2).done
+    assert launched[:2] == [2, 3]
+
+
+def test_runs_that_an_earlier_command_has_launched_are_not_launched_again(driven: Driven) -> None:
+    """The runs of its windows, and one of another window of the backfill."""
+    driven.launcher.launched = [driven.keys[0], "another window"]
+
+    def finish() -> None:
+        driven.finish()
+        driven.launcher.results = dict.fromkeys(driven.keys, Ended(True)) | {"another window": Ended(False)}
+
+    outcome = driven.run(finish, parallel=1)
+    assert (outcome.done, outcome.failures) == (True, {})
+    assert driven.launcher.launched == [driven.keys[0], "another window"]
+    assert driven.progress[0].running == 1
+
+
+def test_a_run_that_fails_while_the_run_of_a_lost_launch_is_looked_for_has_failed(
+    driven: Driven, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "POLL", 0)
+    monkeypatch.setattr(driver, "LATE_RUN", 0)
+    launch = driven.launcher.launch
+
+    def lose(backfill_id: str, key: str, **options: Any) -> str:
+        if key == driven.keys[1] and not driven.launcher.results:
+            driven.fail(*driven.keys)
+            raise LocalDagsterError
+        return launch(backfill_id, key, **options)
+
+    monkeypatch.setattr(driven.launcher, "launch", lose)
+    outcome = driven.run(parallel=2)
+    assert set(outcome.failures) == set(driven.keys)
+    assert driven.launcher.launched == driven.keys
+
+
+def test_the_window_that_another_command_replays_is_not_launched_and_counts_as_a_run(driven: Driven) -> None:
+    def finish() -> None:
+        driven.finish()
+        driven.launcher.results = dict.fromkeys(driven.keys, Ended(True))
+
+    driven.lease()
+    assert driven.run(finish, parallel=2).done
+    assert driven.launcher.launched == driven.keys[1:2]
+
+
 def test_no_run_is_launched_beside_the_run_of_another_command_with_one_run_at_a_time(driven: Driven) -> None:
-    run = driven.plan.runs[0]
-    name = run.window.consumer("fragile", "one", None)
-    assert isinstance(driven.platform.claims.claim("orders", name, run.partition, owner="another"), Claim)
+    driven.lease()
     driven.fail(*driven.keys)
 
-    def finish(now: DriverProgress) -> None:
-        if now.done_runs == 0:
+    def finish_after_a_second_look(_now: DriverProgress) -> None:
+        if next(looks) == 1:
             driven.finish()
 
-    outcome = driven.drive(finish, parallel=1)
+    looks = count()
+    outcome = driven.drive(finish_after_a_second_look, parallel=1)
     assert (outcome.done, driven.launcher.launched) == (True, [])
 
 
@@ -587,9 +710,39 @@ def test_a_backfill_that_the_runs_of_another_command_finish_is_done(driven: Driv
 def test_a_deleted_backfill_is_not_done(driven: Driven) -> None:
     def delete() -> None:
         driven.backfills.delete(driven.backfill)
-        driven.fail(driven.keys[0])
+        driven.fail(driven.keys[1])
+
+    driven.replay(windows=1)
+    outcome = driven.run(delete, parallel=1)
+    assert not outcome.done
+    assert (set(outcome.failures), outcome.done_keys) == (set(driven.keys[1:]), {driven.keys[0]})
+
+
+def test_a_run_that_failed_before_its_backfill_was_deleted_keeps_its_reason(driven: Driven) -> None:
+    def delete(now: DriverProgress) -> None:
+        if now.failed == 1:
+            driven.backfills.delete(driven.backfill)
+            driven.fail(*driven.keys)
+
+    driven.fail(driven.keys[0])
+    outcome = driven.drive(delete, parallel=2)
+    assert not outcome.done
+    assert outcome.failures[driven.keys[0]] == "it broke"
+
+
+def test_a_run_that_succeeded_before_its_backfill_was_deleted_has_replayed_its_window(driven: Driven) -> None:
+    def delete() -> None:
+        driven.backfills.delete(driven.backfill)
+        driven.launcher.results = {driven.keys[0]: Ended(True)}
 
     outcome = driven.run(delete, parallel=1)
+    assert not outcome.done
+    assert (set(outcome.failures), outcome.done_keys) == (set(driven.keys[1:]), {driven.keys[0]})
+
+
+def test_a_run_that_succeeds_before_the_end_of_its_window_has_failed(driven: Driven) -> None:
+    driven.launcher.results = dict.fromkeys(driven.keys, Ended(True))
+    outcome = driven.run(parallel=3)
     assert not outcome.done
     assert set(outcome.failures) == set(driven.keys)
 
@@ -640,11 +793,12 @@ def test_a_new_backfill_of_the_same_id_is_not_taken_for_the_deleted_one(driven: 
     def replace() -> None:
         driven.backfills.delete(driven.backfill)
         driven.backfills.register(driven.backfills.plan("orders", "fragile", ReplayRange(Earliest())), "one")
-        driven.fail(driven.keys[0])
+        driven.fail(driven.keys[1])
 
+    driven.replay(windows=1)
     outcome = driven.run(replace, parallel=1)
     assert not outcome.done
-    assert (set(outcome.failures), outcome.done_keys) == (set(driven.keys), frozenset())
+    assert (set(outcome.failures), outcome.done_keys) == (set(driven.keys[1:]), {driven.keys[0]})
 
 
 @pytest.mark.parametrize(
