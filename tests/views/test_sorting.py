@@ -349,6 +349,16 @@ def test_retention_waits_for_a_copy_and_sorting_passes_over_what_retention_dropp
     assert {each[3] for each in content(tracking)} == {"ahead"}
 
 
+def test_a_partition_that_is_dropped_after_its_vacuum_is_passed_over(
+    database: Database, views: Views, tracking: LogsView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    views.declare(Logs("tracking", language="english", retention=DAY))
+    write(database, tracking, LogEntry("r07", "another day", NOON + 2 * DAY))
+    after("vacuum", lambda: Views(database).retain(now=NOON + 3 * DAY), monkeypatch)
+    assert views.sort(now=NEXT_DAY) == done(busy=1)
+    assert {each[3] for each in content(tracking)} == {"another day"}
+
+
 def test_a_partition_whose_rights_and_owner_stay_and_one_with_a_trigger_is_left(
     views: Views, tracking: LogsView, session: Connection
 ) -> None:
