@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -362,6 +362,26 @@ def test_a_view_that_is_always_in_use_stays_as_it_is(
     world.check()
 
 
+def test_a_switch_is_tried_again_after_a_transaction_that_uses_the_view(
+    world: World, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    switch, tries, reading = Rebuilding._switch, list[int | None](), sessions()
+
+    def tried(self: Rebuilding, *given: Any) -> int | None:
+        tries.append(switch(self, *given))
+        reading.rollback()
+        return tries[-1]
+
+    world.publish(*range(4))
+    world.consume()
+    monkeypatch.setattr(rebuilding_module, "LOCK_SECONDS", 0.01)
+    monkeypatch.setattr(Rebuilding, "_switch", tried)
+    reading.execute("SELECT FROM eventsql.view_counts")
+    assert world.views.rebuild(Counts(), tries=2) == 4
+    assert tries == [None, 0]
+    world.check()
+
+
 def test_an_interrupted_rebuild_leaves_nothing_and_a_killed_one_is_begun_anew(world: World) -> None:
     class Dies(Counts):
         def apply(self, events: Sequence[Event], view: Any, connection: Connection) -> None:
@@ -424,6 +444,14 @@ def test_the_later_of_two_rebuilds_goes_on(world: World) -> None:
         world.views.rebuild(Counts(), fill=nested)
     world.check()
 
+    begun: list[Shadow] = []
+    with pytest.raises(ViewConflictError):
+        world.views.rebuild(
+            Counts(), fill=lambda _: begun.append(world.views._rebuilding(Counts(), 10)._begin(partial=False))
+        )
+    assert begun[0].definition.table in world.leftovers()
+    world.views.give_up("counts")
+
     class Overtaken(Counts):
         def apply(self, events: Sequence[Event], view: Any, connection: Connection) -> None:
             if not done:
@@ -452,6 +480,31 @@ def test_a_rebuild_whose_table_is_dropped_at_its_beginning_finds_nothing_that_th
         patch.setattr(Rebuilding, "_begin", dropped)
         world.views.rebuild(Steps())
     assert isinstance(raised.value.__cause__, psycopg.errors.UndefinedTable)
+
+
+def test_a_rebuild_whose_table_is_dropped_before_the_switch_switches_nothing(world: World) -> None:
+    world.publish(*range(10))
+    world.consume()
+    with pytest.raises(ViewConflictError):
+        # As the beginning of another rebuild does.
+        world.views.rebuild(Counts(), on_progress=lambda _: world.views.give_up("counts"))
+    world.check()
+
+
+def test_a_rebuild_needs_one_connection(world: World, dsn: str) -> None:
+    def consume(_applied: int) -> None:
+        if not told:
+            told.append(1)
+            world.publish(11)
+            world.consume()
+
+    told: list[int] = []
+    world.publish(*range(10))
+    world.consume()
+    world.spoil()
+    with Database(dsn, pool_size=1, max_overflow=0) as database:
+        assert Views(database).rebuild(Counts(), on_progress=consume) == 11
+    assert world.views.compare(Counts()).equal
 
 
 def test_a_rebuild_waits_for_no_other_table(world: World, session: Connection, sessions: Sessions) -> None:
@@ -495,6 +548,31 @@ def test_a_consumer_that_moves_or_changes_meanwhile_stops_the_rebuild(world: Wor
     refused(lambda: world.views.declare(wider))
 
 
+def test_a_declaration_that_comes_during_the_switch_changes_the_new_table(
+    world: World, until_blocked: UntilBlocked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wider = replace(Counts.view, values=("minutes", "more"))
+    held, looks, declaring = Rebuilding._held, [], ExitStack()
+
+    def declared(self: Rebuilding, connection: Connection) -> Definition:
+        definition = held(self, connection)
+        looks.append(definition)
+        # The first look is at the beginning, and the second one is in the switch.
+        if len(looks) == 2:
+            declaring.enter_context(in_thread(lambda: world.views.declare(wider)))
+            until_blocked()
+        return definition
+
+    world.publish(*range(10))
+    world.consume()
+    world.spoil()
+    monkeypatch.setattr(Rebuilding, "_held", declared)
+    with declaring:
+        assert world.views.rebuild(Counts()) == 10
+    assert world.views.definition("counts") == wider
+    assert {each.values["more"].sum for each in world.views.rollup(wider).read()} == {0}
+
+
 def test_a_topic_that_is_repartitioned_and_back_stops_the_rebuild(world: World, database: Database) -> None:
     """The consumer has the same partitions in the end, and has consumed events of others in between."""
     world.publish(*range(10))
@@ -534,19 +612,23 @@ def test_a_view_whose_consumer_is_in_the_middle_of_a_repartitioning_is_not_rebui
 
 
 @pytest.mark.parametrize(
-    ("repartitioned", "groups"),
+    ("how", "groups"),
     [
-        pytest.param(False, [[0, 2, 4, 6], [1, 3, 5, 7]], id="partition by partition"),
-        pytest.param(True, [[each] for each in range(8)], id="in the order of the log"),
+        pytest.param("", [[0, 2, 4, 6], [1, 3, 5, 7]], id="partition by partition"),
+        pytest.param("repartitioned", [[each] for each in range(8)], id="in the order of the log"),
+        pytest.param("whole", [[*range(8)]], id="the whole topic"),
     ],
 )
 def test_a_rebuild_hands_out_whole_batches_unless_keys_have_moved(
-    world: World, database: Database, repartitioned: bool, groups: list[list[int]]
+    world: World, database: Database, how: str, groups: list[list[int]]
 ) -> None:
-    if repartitioned:
+    if how == "repartitioned":
         for partitions in (3, 2):
             world.platform.repartitioner.repartition(TOPIC, partitions)
             world.consume()
+    elif how == "whole":
+        world.platform.registry.unregister_consumer(TOPIC, CONSUMER)
+        world.platform.registry.register_consumer(Consumer(TOPIC, CONSUMER))
     else:
         with database.connection() as connection:
             # As if a shard had been added: no key has moved to another partition.
@@ -554,7 +636,10 @@ def test_a_rebuild_hands_out_whole_batches_unless_keys_have_moved(
     for at in range(8):
         world.platform.publisher.publish(Publication(TOPIC, json.dumps(at).encode(), key="a", partition=at % 2))
         world.platform.transfer.run_once()
-    world.consume()
+    if how == "whole":
+        world.platform.consumers.consume_once(TOPIC, CONSUMER, world.write)
+    else:
+        world.consume()
     handed: list[list[int]] = []
 
     class Watched(Counts):
@@ -611,6 +696,18 @@ def test_a_rebuild_that_would_lose_something_is_refused(world: World, database: 
     assert world.leftovers() == []
 
 
+def test_an_index_that_is_made_during_a_rebuild_is_not_lost(world: World, database: Database) -> None:
+    def make(_applied: int) -> None:
+        with database.connection() as connection:
+            connection.execute("CREATE INDEX IF NOT EXISTS of_resources ON eventsql.view_counts (resource)")
+
+    world.publish(*range(10))
+    world.consume()
+    with pytest.raises(ViewConflictError, match="of_resources"):
+        world.views.rebuild(Counts(), on_progress=make)
+    world.check()
+
+
 def test_a_view_that_is_consumed_as_a_queue_is_not_rebuilt_while_events_behind_its_offset_are_handled(
     world: World, until: Until
 ) -> None:
@@ -631,6 +728,22 @@ def test_a_view_that_is_consumed_as_a_queue_is_not_rebuilt_while_events_behind_i
         failing.clear()
         until(lambda: len(world.rows("lines")) == 8)
     until(lambda: not any(lag.events for lag in world.platform.lag(TOPIC)))
+    assert world.views.rebuild(Lines()) == 8
+    assert len(world.rows("lines")) == 8
+
+
+def test_a_view_whose_consumer_was_moved_behind_events_that_a_queue_left_is_rebuilt(world: World, until: Until) -> None:
+    def handle(event: Event, connection: Connection) -> None:
+        if event.value == b"0":
+            raise ValueError("not yet")
+        world.write([event], connection)
+
+    world.publish(*range(8))
+    with world.platform.consumers.start_queue(TOPIC, CONSUMER, handle, polling_delay=0.02):
+        until(lambda: len(world.rows("lines")) == 6)
+    with pytest.raises(ViewConflictError):
+        world.views.rebuild(Lines())
+    world.platform.seeker.execute(TOPIC, CONSUMER, AtOffset(9), force=True)
     assert world.views.rebuild(Lines()) == 8
     assert len(world.rows("lines")) == 8
 
@@ -671,6 +784,40 @@ def test_the_switch_applies_only_what_was_consumed_since_a_short_round(world: Wo
     # The last call tells of the switch, which found no events.
     assert told[-1] == told[-2]
     world.check()
+
+
+def test_a_rebuild_switches_beside_a_consumer_that_is_as_fast(world: World) -> None:
+    told: list[int] = []
+
+    def consuming(applied: int) -> None:
+        told.append(applied)
+        # A rebuild that waited for a shorter round would go on for as long.
+        if len(told) < 30:
+            world.publish(*range(4), keys="a")
+            world.consume()
+
+    world.publish(*range(12), keys="a")
+    world.consume()
+    # Two rounds of 12 events, and the events that were consumed in the second one.
+    assert world.views.rebuild(Counts(), batch=4, on_progress=consuming) == 36
+    assert told == [4, 8, 12, 16, 20, 24, 36]
+    world.check()
+
+
+@pytest.mark.parametrize("step", ["_catch_up", "_apply_rest"])
+def test_a_comparison_has_the_events_of_its_snapshot(world: World, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    real = getattr(Rebuilding, step)
+
+    def then_consumed(*given: Any) -> Any:
+        result = real(*given)
+        world.publish(11)
+        world.consume()
+        return result
+
+    world.publish(*range(10))
+    world.consume()
+    monkeypatch.setattr(Rebuilding, step, then_consumed)
+    assert world.views.compare(Counts()).equal
 
 
 def test_a_partition_that_is_far_behind_has_no_others_read_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -775,6 +922,24 @@ def test_a_fill_may_leave_the_ids_to_the_table(world: World, database: Database)
     world.views.rebuild(Steps(), fill=fill)
     assert min(each.id for each in world.views.timeline(Steps.view).read("a")) > before
     world.check()
+
+
+def test_ids_go_on_behind_the_ids_of_a_fill(world: World, database: Database) -> None:
+    def fill(filling: ViewFilling) -> None:
+        steps = world.views.opened(filling.definition)
+        change = sql.SQL("UPDATE eventsql.{} SET eql_id = %s").format(sql.Identifier(filling.definition.table))
+        written.append(filling.after_id + 1_000)
+        with database.transaction() as connection:
+            Steps().apply(list(world.platform.reader.read(TOPIC)), steps, connection)
+            connection.execute(change, written)
+
+    written: list[int] = []
+    world.publish(0)
+    world.consume()
+    world.views.rebuild(Steps(), fill=fill)
+    world.publish(4)
+    world.consume()
+    assert [each.id for each in world.views.timeline(Steps.view).read("a")] == [written[0], written[0] + 1]
 
 
 def test_a_rebuild_that_ends_during_a_poll_gives_a_follower_no_line_again(

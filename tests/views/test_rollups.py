@@ -217,6 +217,8 @@ def test_writers_at_once_neither_lose_an_addition_nor_deadlock(database: Databas
         lambda: entry(cents=math.nan),
         lambda: entry(cents=math.inf),
         lambda: entry(cents=Decimal("1e2000")),
+        lambda: entry(cents=Decimal("1." + "1" * 1_000)),
+        lambda: entry(cents=10**1_000),
         lambda: (NOON, "", 1, 1),
     ],
 )
