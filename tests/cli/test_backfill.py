@@ -715,7 +715,8 @@ def test_a_deleted_backfill_is_not_done(driven: Driven) -> None:
     driven.replay(windows=1)
     outcome = driven.run(delete, parallel=1)
     assert not outcome.done
-    assert (set(outcome.failures), outcome.done_keys) == (set(driven.keys[1:]), {driven.keys[0]})
+    assert set(outcome.failures) == set(driven.keys[1:])
+    assert outcome.done_keys == {driven.keys[0]}
 
 
 def test_a_run_that_failed_before_its_backfill_was_deleted_keeps_its_reason(driven: Driven) -> None:
@@ -737,7 +738,8 @@ def test_a_run_that_succeeded_before_its_backfill_was_deleted_has_replayed_its_w
 
     outcome = driven.run(delete, parallel=1)
     assert not outcome.done
-    assert (set(outcome.failures), outcome.done_keys) == (set(driven.keys[1:]), {driven.keys[0]})
+    assert set(outcome.failures) == set(driven.keys[1:])
+    assert outcome.done_keys == {driven.keys[0]}
 
 
 def test_a_run_that_succeeds_before_the_end_of_its_window_has_failed(driven: Driven) -> None:
@@ -798,7 +800,8 @@ def test_a_new_backfill_of_the_same_id_is_not_taken_for_the_deleted_one(driven: 
     driven.replay(windows=1)
     outcome = driven.run(replace, parallel=1)
     assert not outcome.done
-    assert (set(outcome.failures), outcome.done_keys) == (set(driven.keys[1:]), {driven.keys[0]})
+    assert set(outcome.failures) == set(driven.keys[1:])
+    assert outcome.done_keys == {driven.keys[0]}
 
 
 @pytest.mark.parametrize(
