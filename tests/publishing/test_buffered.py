@@ -15,6 +15,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import psycopg
 import pytest
@@ -38,7 +39,7 @@ from eventsql_orchestration.topics.partitioner import partition_of_key
 from tests.forms import none_is, stored
 from tests.interrupting import interrupted
 from tests.publishing.conftest import published
-from tests.waiting import PATIENCE
+from tests.waiting import PATIENCE, wait_until
 
 if TYPE_CHECKING:
     from tests.fixtures import Sessions, Until, UntilBlocked
@@ -142,6 +143,23 @@ def test_a_lane_flushes_when_enough_waits_in_it(opened: Open, options: dict[str,
     publisher = opened(max_age=NEVER, **options)
     for future in [publisher.publish(order(value, partition=0)) for value in values]:
         future.result(PATIENCE)
+
+
+@pytest.mark.parametrize("options", [{"max_events": 3}, {"max_bytes": 200}], ids=["count", "bytes"])
+def test_a_lane_that_waits_flushes_as_soon_as_enough_waits_in_it_and_not_before(options: dict[str, Any]) -> None:
+    publisher, settled = Mock(hashes_keys=True), list[int]()
+    publisher.publish_batch.return_value = Placements()
+    limits = BufferLimits(flushes=1, max_age=NEVER, **options)
+    lanes: Lanes[int] = Lanes(publisher, limits, lambda numbers, _outcome: settled.extend(numbers))
+    (lane,) = lanes._lanes
+    for number in range(3):
+        assert publisher.publish_batch.call_count == 0
+        lanes.put(lanes.assign(Publication("orders", bytes(70), key="k"), Topic("orders")), number)
+        if number < 2:
+            wait_until(lambda: lane.wake._waiters)  # type: ignore[attr-defined]  # of CPython
+    wait_until(lambda: settled)
+    assert settled == [0, 1, 2]
+    lanes.close(PATIENCE)
 
 
 def test_a_lane_flushes_when_its_oldest_event_is_of_age(opened: Open) -> None:
