@@ -25,10 +25,10 @@ def test_a_call_that_would_wait_for_a_lock_of_its_handler_is_refused(
     check_not_held(own, "eventsql", *key)
 
 
-def test_a_call_about_something_else_is_not_refused(sessions: Callable[[], Connection], dsn: str) -> None:
+def test_a_call_about_something_else_is_not_refused(sessions: Callable[[], Connection], direct_dsn: str) -> None:
     handlers, own = sessions(), sessions()
     with (
-        psycopg.connect(make_conninfo(dsn, dbname="postgres")) as elsewhere,
+        psycopg.connect(make_conninfo(direct_dsn, dbname="postgres")) as elsewhere,
         holding(handlers, "eventsql", "consumer 'mailer'", *KEY),
     ):
         check_not_held(own, "eventsql", "consumer", "orders", "auditor")
