@@ -432,30 +432,6 @@ def test_messages_that_nobody_could_receive_are_within_reach_after_an_upgrade(ol
     ]  # fmt: skip
 
 
-def test_times_of_messages_that_nobody_can_read_are_the_nearest_after_an_upgrade(old: str) -> None:
-    upgrade(old, "0074")
-    with psycopg.connect(old, autocommit=True) as connection:
-        connection.execute("TRUNCATE eventsql.queue_message")
-        connection.execute(
-            """
-            INSERT INTO eventsql.queue_message (eql_queue, eql_metadata, eql_body, eql_visible_at, eql_due_at)
-            VALUES (1, '{}', 'early', '-infinity', NULL), (1, '{}', 'late', '20000-01-01', NULL),
-                   (1, '{}', 'parked', 'infinity', '-infinity'), (1, '{}', 'due', 'infinity', 'infinity'),
-                   (1, '{}', 'as it is', 'infinity', '2030-01-01')
-            """
-        )
-        upgrade(old, migrations.HEAD)
-        found = connection.execute(
-            "SELECT convert_from(eql_body, 'UTF8'), eql_visible_at::text, eql_due_at::text "
-            "FROM eventsql.queue_message, set_config('timezone', 'UTC', false) ORDER BY eql_id"
-        ).fetchall()
-    assert found == [
-        ("early", "0001-01-01 00:00:00+00", None), ("late", "9999-12-31 00:00:00+00", None),
-        ("parked", "infinity", "0001-01-01 00:00:00+00"), ("due", "infinity", "9999-12-31 00:00:00+00"),
-        ("as it is", "infinity", "2030-01-01 00:00:00+00"),
-    ]  # fmt: skip
-
-
 def test_an_archive_from_before_an_upgrade_is_cleared_although_a_publication_has_all_tables(old: str) -> None:
     upgrade(old, "0070")
     with psycopg.connect(old, autocommit=True) as connection:

@@ -112,18 +112,6 @@ def test_a_message_that_a_sender_sends_behind_another_of_its_key_waits_out_of_si
     assert (found.visible, found.blocked) == (1, 2)
 
 
-def test_a_worker_gives_a_message_no_time_that_programs_cannot_read(queues: dict[str, Queue], login: Login) -> None:
-    queues["pictures"].send(b"x")
-    with psycopg.connect(login("worker"), autocommit=True) as worker:
-        for column in ("eql_visible_at", "eql_due_at"):
-            for time in ("-infinity", "0001-01-01 00:00+00 BC", "10000-01-01 00:00+00"):
-                with pytest.raises(psycopg.errors.CheckViolation):
-                    worker.execute(f"UPDATE eventsql.queue_message SET {column} = %s".encode(), [time])
-        with pytest.raises(psycopg.errors.CheckViolation):
-            worker.execute("UPDATE eventsql.queue_message SET eql_due_at = 'infinity'")
-    assert len(queues["pictures"].peek()) == 1
-
-
 @pytest.mark.parametrize("role", ["worker", "reader"])
 def test_who_may_count_messages_sees_the_rates_of_a_queue(queues: dict[str, Queue], as_: As, role: str) -> None:
     queues["pictures"].send_all([b"x", b"y"])
