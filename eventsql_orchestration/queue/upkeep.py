@@ -53,12 +53,16 @@ class QueueUpkeep:
         return [peeked(row, self._table.shard) for row in rows]
 
     def statistics(self) -> QueueStatistics:
-        values: dict[str, Any] = {"queue": self._table.id()}
+        queue = self._table.id()
         with self._database.connection() as connection:
-            found = fetch_first(connection, self._queries("expiry"), values, prepare=False)
-            values["expiry"] = found[0] if found else None
-            row = fetch_one(connection, self._queries("statistics"), values, prepare=False)
-        return QueueStatistics(self._table.name, *row)
+            found = fetch_first(connection, self._queries("expiry"), {"queue": queue}, prepare=False)
+            expiry = found[0] if found else None
+            *states, sent, acknowledged = fetch_one(
+                connection, self._queries("statistics"), {"queue": queue, "expiry": expiry}, prepare=False
+            )
+        # Without an archive, nothing is known of acknowledged messages.
+        rates = (None, None) if expiry is None else (sent / 60, acknowledged / 60)
+        return QueueStatistics(self._table.name, *states, *rates)
 
     def purge(self, purged: int) -> int:
         """Delete the messages that are there, in transactions of 10,000.
@@ -116,10 +120,10 @@ class QueueUpkeep:
     def check_deletable(self, *, force: bool) -> None:
         """Raises `QueueInUseError` if another queue needs it, and, without `force`, if it has messages."""
         with self._database.by_admin(), self._database.connection() as connection:
+            connection.execute(self._queries("may_delete"))
             self._check_deletable(connection, force=force)
 
     def _check_deletable(self, connection: Connection, *, force: bool) -> None:
-        connection.execute(self._queries("may_delete"))
         name, given = self._table.name, {"queue": self._table.id()}
         messages, archive, letters, origins = fetch_one(connection, self._queries("holdings"), given, prepare=False)
         if origins:
