@@ -18,7 +18,6 @@ from eventsql_orchestration.airflow.local import LocalAirflow, connection_of
 from eventsql_orchestration.bench.airflow_redis import Redis, start_redis
 from eventsql_orchestration.bench.processes import Crew
 from eventsql_orchestration.bench.session import Session
-from eventsql_orchestration.database.urls import render
 from eventsql_orchestration.model import Publication
 
 DIRECTORY: Final = "EVENTSQL_BENCH_DIRECTORY"
@@ -143,7 +142,7 @@ def airflow(session: Session) -> Iterator[RunningAirflow]:
         local = LocalAirflow(
             directory / "airflow", directory / "dags", url.render_as_string(hide_password=False),
             connections={
-                "eventsql_default": connection_of([render(database.given_url)], database.schema),
+                "eventsql_default": connection_of([database.given_dsn], database.schema),
                 **({} if server is None else {"redis_default": server.url}),
             },
             environment={DIRECTORY: str(directory), TOPIC: topic, WITH_REDIS: "" if server is None else "1"},

@@ -23,7 +23,6 @@ from eventsql_orchestration.cli.airflow_url import airflow_home
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import say
 from eventsql_orchestration.cli.rounds import RunningSystem, prepared, report, steps_shown, transferring
-from eventsql_orchestration.database.urls import render
 from eventsql_orchestration.errors import DatabaseUnavailableError
 from eventsql_orchestration.orchestration.errors import AirflowAnswerError, LocalAirflowError, RoundError
 from eventsql_orchestration.orchestration.local_processes import PROCESSES_LOCK, lock_file, take_lock
@@ -59,7 +58,7 @@ def develop(
         take_lock(lock, home)
         started, before = datetime.now(UTC), Counts.take(platform)
         databases = [shard.database for shard in platform.shards]
-        urls = [render(each.given_url) for each in databases]
+        urls = [each.given_dsn for each in databases]
         # Airflow's tasks move no events.
         with (
             LocalAirflow(

@@ -18,7 +18,6 @@ from eventsql_orchestration.dagster.backfills.remote_launcher import RemoteDagst
 from eventsql_orchestration.dagster.local.dagster_process import running_url
 from eventsql_orchestration.dagster.local.instance import CONFIG_FILE, STORAGE_VARIABLE, instance_directory, storage_url
 from eventsql_orchestration.dagster.trace.runs import ServedRuns, StoredRuns
-from eventsql_orchestration.database.urls import render
 from eventsql_orchestration.orchestration.backfills.launcher import Launcher
 from eventsql_orchestration.orchestration.trace.runs import Runs
 
@@ -46,7 +45,7 @@ def dagster_launcher(
             "definitions with -f or -m"
         )
     environment = {
-        "EVENTSQL_DSN": " ".join(render(shard.database.given_url) for shard in platform.shards),
+        "EVENTSQL_DSN": " ".join(shard.database.given_dsn for shard in platform.shards),
         "EVENTSQL_SCHEMA": platform.shards[0].database.schema,
         "PYSPARK_PYTHON": sys.executable,
     }

@@ -14,7 +14,6 @@ from typing import Final
 
 from eventsql_orchestration.cli.output import complain, say
 from eventsql_orchestration.client.eventsql import EventSQL
-from eventsql_orchestration.database.urls import render
 from eventsql_orchestration.errors import MissingExtraError
 from eventsql_orchestration.orchestration.local_processes import SPARK_LOCK, free_port, kill_group, start_group
 from eventsql_orchestration.spark import SPARK_CONFIG_VARIABLE
@@ -109,10 +108,8 @@ def spark_environment(platform: EventSQL) -> dict[str, str]:
     database = platform.database
     database.ensure_schema()
     return {
-        "EVENTSQL_DSN": render(database.given_url),
-        "EVENTSQL_SCHEMA": database.schema,
-        "PYSPARK_PYTHON": sys.executable,
-    }
+        "EVENTSQL_DSN": database.given_dsn, "EVENTSQL_SCHEMA": database.schema, "PYSPARK_PYTHON": sys.executable
+    }  # fmt: skip
 
 
 @contextmanager

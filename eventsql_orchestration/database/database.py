@@ -85,7 +85,7 @@ class Database:
         application_name: str = "eventsql",
     ) -> None:  # fmt: skip
         self.given_url = parse_dsn(dsn)
-        """The URL with its option `direct`, which libpq does not know, for other processes that use this package."""
+        """The URL with its option `direct`, which libpq does not know."""
         self.url, self._direct_url = split_direct(self.given_url)
         self.schema = check_schema_name(schema)
         self._migrate = migrate
@@ -107,6 +107,11 @@ class Database:
     def dsn(self) -> str:
         """The URL with its password, as libpq reads it."""
         return render(self.url)
+
+    @property
+    def given_dsn(self) -> str:
+        """The URL with its password and its option `direct`, for another process that uses this package."""
+        return render(self.given_url)
 
     @property
     def engine(self) -> sqlalchemy.Engine:
