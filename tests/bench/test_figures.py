@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import os
 import secrets
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -60,6 +62,16 @@ def started(directory: Path) -> psutil.Process:
     written = directory / "pid"
     wait_until(lambda: written.exists() and written.read_text().endswith("."), "the start of the program")
     return psutil.Process(int(written.read_text()[:-1]))
+
+
+def group_of(leader: int) -> list[int]:
+    """The living processes of a process group, by the id of its leader."""
+    members = []
+    for process in psutil.process_iter():
+        with suppress(ProcessLookupError):
+            if os.getpgid(process.pid) == leader and not ended(process):
+                members.append(process.pid)
+    return members
 
 
 def test_quarters_end_between_the_samples_around_them() -> None:
@@ -369,8 +381,9 @@ def test_a_program_ends_if_the_benchmark_is_gone_before_its_process_is_ready(tmp
         worker.output.close()
         options = {"command": PROGRAM, "directory": str(tmp_path), "environment": {}}
         worker.tell((roles.run_program, (), options, (), ""))
-        program = started(tmp_path)
-        wait_until(lambda: ended(program), "the end of the program")
+        worker.process.wait(PATIENCE)
+        # The program may end before it writes its process id, but it stays in the group of the process.
+        wait_until(lambda: group_of(worker.process.pid) == [], "the end of the program")
     finally:
         worker.close_input()
         worker.end(time.monotonic())

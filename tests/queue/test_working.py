@@ -352,10 +352,10 @@ def test_closing_a_platform_or_a_shard_lets_workers_finish_the_message_at_hand(
         (shard,) = platform.shards
         queue, slow = Queue(shard if of_shard else platform, "once", max_receives=1), Slow()
         queue.send_all([b"1", b"2"])
-        workers = queue.work(slow, workers=2, max_messages=2)
+        workers = queue.work(slow, max_messages=2)
         assert slow.begun.wait(60)
         closing = in_thread("close", shard.close if of_shard else platform.close)
-        until(lambda: closing.done() or [each.is_alive() for each in workers.threads()].count(True) == 1)
+        until(lambda: closing.done() or workers._stop.is_set())
         slow.go_on.set()
         assert closing.result(60)
         assert (workers.running, workers.handled, workers.failed) == (False, 1, 0)
@@ -496,8 +496,12 @@ def test_a_worker_does_not_begin_a_message_that_another_of_its_process_has_by_no
     queue.send(b"0")
     with queue.work(slow, workers=2, max_messages=2, visibility_timeout=600) as workers:
         until(lambda: calls == [(b"0", 1)])
-        # The other worker takes both.
-        queue.send_all([b"1", b"2"])
+        # The other worker takes both: they become visible at the same time.
+        with platform.database.transaction() as connection:
+            queue.send_all([b"1", b"2"], connection=connection)
+            connection.execute(
+                "UPDATE eventsql.queue_message SET eql_visible_at = transaction_timestamp() WHERE eql_receives = 0"
+            )
         until(lambda: len(calls) == 2)
         with platform.database.connection() as connection:
             connection.execute("UPDATE eventsql.queue_message SET eql_visible_at = now() WHERE eql_body = '2'")
