@@ -192,9 +192,11 @@ class Transfer:
                         logger.log(logging.DEBUG if lasts else logging.ERROR, "%s", failed[topic])
         except psycopg.Error as error:
             raise self._database.meaning(error) from error
-        moved = {topic: count for topic, count in counts.items() if count}
-        if moved:
-            self._announce(moved)
+        finally:
+            # Also the topics that were moved before the connection broke.
+            moved = {topic: count for topic, count in counts.items() if count}
+            if moved:
+                self._announce(moved)
         return _Round(newest, moved, again, held=None in counts.values())
 
     def _fault(self, topic: str, error: psycopg.Error | DatabaseError) -> EventSQLError:

@@ -1012,7 +1012,8 @@ def test_a_batch_whose_session_ends_does_not_keep_other_topics_waiting(
 ) -> None:
     platform.publisher.publish(order("it ends the session"))
     platform.publisher.publish(Publication("payments", b"one"))
-    transfer = transfers()
+    announced = list[str]()
+    transfer = transfers(announce=announced.extend)
     mover = transfer._writer._mover
     move = mover.move
 
@@ -1027,6 +1028,7 @@ def test_a_batch_whose_session_ends_does_not_keep_other_topics_waiting(
             with pytest.raises(DatabaseUnavailableError):
                 transfer.run_once()
     assert values(platform, "payments") == ["one"]
+    assert announced == ["payments"]
     assert transfer.run_once() == {"orders": 1}
 
 
