@@ -198,6 +198,18 @@ def test_the_number_of_statements_is_the_same_for_one_partition_and_for_many(
     assert counted[0] == counted[1]
 
 
+def test_events_are_counted_only_if_a_consumer_has_events_left(platform: EventSQL, said_by: SaidBy) -> None:
+    counted = []
+    for events in (0, 1):
+        publish(platform, events, 0, 0)
+        platform.transfer.run_once()
+        platform.lag("orders")
+        said = said_by(platform.database)
+        platform.lag("orders")
+        counted.append(len([each for each in said.statements() if each != ";"]))
+    assert counted[1] == counted[0] + 1
+
+
 def mixed(platform: EventSQL, rng: random.Random) -> None:
     """Logs in rows, in blocks with gaps and in both forms, of topics with consumers of all kinds somewhere in them."""
     registry = platform.registry
