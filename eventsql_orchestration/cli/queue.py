@@ -408,6 +408,11 @@ def work(
     handler = handler[1:] if handler[0] == "--" and len(handler) > 1 else handler
     check_command(handler)
     with context.platform() as platform:
-        working = work_off(_existing(platform, name), handler, workers=workers, drain=drain)
+        source = _existing(platform, name)
+        working = work_off(source, handler, workers=workers, drain=drain)
         handled, failed = counted(working.handled, "message"), counted(working.failed, "receive")
-        say(f"{handled} of queue {name!r} handled, {failed} failed")
+        dead = ""
+        if working.dead_letters:
+            why = advised("queue peek", str(source.definition().dead_letters))
+            dead = f", {counted(working.dead_letters, 'message')} given up: `{why}`"
+        say(f"{handled} of queue {name!r} handled, {failed} failed{dead}")

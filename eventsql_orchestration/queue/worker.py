@@ -112,6 +112,8 @@ class QueueWorkers(Running):
         """The number of messages that were handled and acknowledged."""
         self.failed = 0
         """The number of calls of the handler that failed."""
+        self.dead_letters = 0
+        """The number of messages that failed at their last receive."""
 
     def start(self) -> QueueWorkers:
         """Start the threads. Raises the errors of the queue's first use."""
@@ -264,6 +266,9 @@ class QueueWorkers(Running):
             dead_letters = self._queue.release_failed(message, delay=pause, reason=reason)
         except EventSQLError as failure:
             _note_held([message], failure)
+        if dead_letters is not None:
+            with self._lock:
+                self.dead_letters += 1
         logger.warning(
             "message %s of queue %r failed at its receive %s, %s: %s",
             message.id, self._queue.name, message.receives, after_failure(pause, dead_letters), reason,
