@@ -92,7 +92,8 @@ def test_a_command_works_a_queue_off_and_its_failures_become_dead_letters(
     code = "import sys; sys.exit(sys.stdin.read() == 'bad')"
     result = run("queue", "work", "--drain", "jobs", *separator, sys.executable, "-c", code)
     assert result.exit_code == 0, result.output
-    assert "2 messages of queue 'jobs' handled, 1 receive failed" in result.output
+    said = "2 messages of queue 'jobs' handled, 1 receive failed, 1 message given up: `eventsql queue peek jobs_dead`"
+    assert said in result.output
     assert queue.statistics().dead == 1
     assert "ended with exit code 1" in run("queue", "peek", "jobs_dead").stdout
     assert run("queue", "redrive", "jobs", "--execute").exit_code == 0
