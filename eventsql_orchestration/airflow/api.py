@@ -16,8 +16,9 @@ from eventsql_orchestration.orchestration.webservers import check_url, proxies_o
 PAGE: Final = 100
 """Objects that the API gives at once, at most."""
 
-TIMEOUT: Final = 30.0
-"""Seconds that an answer may take."""
+TIMEOUT: Final = 60.0
+"""Seconds that an answer may take. While the API server imports modules for the first task, it answers nothing: for
+over 30 s on a busy machine."""
 
 URL_FILE: Final = "airflow.url"
 """The file in the directory of `eventsql dev --dags` with the URL of its Airflow."""

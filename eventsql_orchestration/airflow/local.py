@@ -18,7 +18,7 @@ from typing import Final, Self
 import psutil
 from sqlalchemy.engine.url import make_url
 
-from eventsql_orchestration.airflow.api import URL_FILE, AirflowApi
+from eventsql_orchestration.airflow.api import TIMEOUT, URL_FILE, AirflowApi
 from eventsql_orchestration.orchestration.errors import LocalAirflowError
 from eventsql_orchestration.orchestration.local_processes import HOST, reserved_port
 
@@ -26,12 +26,6 @@ PARTS: Final = ("api-server", "scheduler", "dag-processor", "triggerer")
 
 STOP_TIMEOUT: Final = 5.0
 """Seconds that parts get to end by themselves. Then they are killed, which loses nothing: their claims are leased."""
-
-ANSWER_TIMEOUT: Final = 60.0
-"""Seconds that a task waits for an answer of the API server, which imports modules for the first task.
-
-That took over 30 s on a busy machine. After five times the 5 s that are Airflow's default, the task would fail.
-"""
 
 KILL_TIMEOUT: Final = 15.0
 """Seconds in which a killed process must be gone, on a busy machine."""
@@ -143,7 +137,8 @@ class LocalAirflow:
                 "trigger_log_server_port": str(of_triggers),
             },
             "dag_processor": {"refresh_interval": "5", "min_file_process_interval": "10"},
-            "workers": {"execution_api_timeout": str(ANSWER_TIMEOUT)},
+            # By default, a task fails after five times 5 s without an answer.
+            "workers": {"execution_api_timeout": str(TIMEOUT)},
             "scheduler": {"scheduler_idle_sleep_time": "0.5", "task_instance_heartbeat_timeout": "60"},
         }
         self._environment = {

@@ -19,14 +19,14 @@ from click.testing import CliRunner
 from cryptography.fernet import Fernet
 from rich.progress import Progress
 
-from eventsql_orchestration.airflow.api import AirflowApi
+from eventsql_orchestration.airflow.api import TIMEOUT, AirflowApi
 from eventsql_orchestration.airflow.hook import EventSQLHook
-from eventsql_orchestration.airflow.local import ANSWER_TIMEOUT, LocalAirflow, connection_of, kill_session
+from eventsql_orchestration.airflow.local import LocalAirflow, connection_of, kill_session
 from eventsql_orchestration.airflow.round_runs import run_counts
-from eventsql_orchestration.cli import main
+from eventsql_orchestration.cli import airflow_development, main
 from eventsql_orchestration.cli.airflow_development import _metadata_database, _Running
 from eventsql_orchestration.database.urls import parse_dsn
-from eventsql_orchestration.orchestration.errors import AirflowAnswerError
+from eventsql_orchestration.orchestration.errors import AirflowAnswerError, LocalAirflowError
 from eventsql_orchestration.orchestration.local_processes import PROCESSES_LOCK, free_port, only_one, start_group
 from tests.airflow.served import FakeAirflow, serving
 
@@ -35,14 +35,20 @@ from tests.airflow.served import FakeAirflow, serving
     "urls",
     [
         ["postgresql://me:a%2Fb%40c@db:5433/app?connect_timeout=5&sslmode=require"],
+        ["postgresql://me@pool/app?direct=db%3A5433"],
         ["postgresql://me@one/app", "postgresql://me:x@two:1/app", "postgresql://three/app"],
     ],
 )
 def test_a_connection_leads_to_the_same_databases(urls: list[str]) -> None:
-    given = json.loads(connection_of(urls, "mine"))
-    hook = EventSQLHook(connection=Connection(conn_id="c", **{**given, "extra": json.dumps(given["extra"])}))
+    hook = hook_of(connection_of(urls, "mine"))
     assert hook.urls == tuple(urls)
     assert hook.db_schema == "mine"
+
+
+def hook_of(connection: str) -> EventSQLHook:
+    """The hook of a connection that is given as JSON."""
+    given = json.loads(connection)
+    return EventSQLHook(connection=Connection(conn_id="c", **{**given, "extra": json.dumps(given["extra"])}))
 
 
 class Answers:
@@ -182,13 +188,31 @@ def test_tasks_wait_for_an_api_server_that_is_slow_at_the_first_one(tmp_path: Pa
             [sys.executable, "-c", "from airflow.sdk.api.client import API_TIMEOUT; print(API_TIMEOUT)"],
             env=airflow._environment, check=True, capture_output=True, text=True,
         )  # fmt: skip
-    assert given.stdout.strip() == str(ANSWER_TIMEOUT)
+    assert given.stdout.strip() == str(TIMEOUT)
 
 
 def test_airflow_gets_a_database_beside_that_of_the_events_and_keeps_it(dsn: str) -> None:
     made = _metadata_database(dsn)
     assert parse_dsn(made).database == f"{parse_dsn(dsn).database}_airflow"
     assert _metadata_database(dsn) == made
+
+
+def test_tasks_get_the_option_direct_and_airflow_itself_does_not(
+    dsn: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[str, str]] = []
+
+    def make(_home: Path, _dags: Path, metadata_url: str, *, connections: dict[str, str], **_: object) -> LocalAirflow:
+        made.append((metadata_url, connections["eventsql_default"]))
+        raise LocalAirflowError("it is not started")
+
+    monkeypatch.setattr(airflow_development, "LocalAirflow", make)
+    given = f"{dsn}?direct=127.0.0.1:{parse_dsn(dsn).port}"
+    options = ["--dags", str(tmp_path), "--once", "--cold-spark"]
+    CliRunner().invoke(main, ["--dsn", given, "--home", str(tmp_path / "home"), "dev", *options])
+    ((metadata_url, connection),) = made
+    assert "direct" not in metadata_url
+    assert [parse_dsn(url) for url in hook_of(connection).urls] == [parse_dsn(given)]
 
 
 def test_airflow_has_as_long_to_start_as_the_option_gives(dsn: str, tmp_path: Path) -> None:
