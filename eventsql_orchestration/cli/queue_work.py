@@ -134,9 +134,7 @@ def work_off(source: Queue, command: Sequence[str], *, workers: int, drain: bool
     return working
 
 
-def _await_end(
-    source: Queue, working: QueueWorkers, programs: Programs, stop: threading.Event, *, drain: bool
-) -> None:
+def _await_end(source: Queue, working: QueueWorkers, programs: Programs, stop: threading.Event, *, drain: bool) -> None:
     while not stop.wait(_LOOK_SECONDS):
         if not working.running:
             raise QueueNotFoundError(f"queue {source.name!r} was deleted: there are no messages to handle any more")

@@ -7,7 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from eventsql_orchestration import ConsumerState, EventSQL
 from tests.waiting import PATIENCE
+
+
+def state_of(platform: EventSQL) -> ConsumerState:
+    """The state of the consumer `mailer` of the topic `orders`, in its first partition."""
+    return platform.registry.consumer("orders", "mailer")[0]
 
 
 class Halt:

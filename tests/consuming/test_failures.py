@@ -17,7 +17,6 @@ from psycopg.rows import dict_row
 from eventsql_orchestration import (
     AtOffset,
     Consumer,
-    ConsumerState,
     Event,
     EventFilter,
     EventSQL,
@@ -41,6 +40,7 @@ from eventsql_orchestration.errors import (
     DatabaseFullError,
     DatabaseUnavailableError,
 )
+from tests.consuming.conftest import state_of
 from tests.effects import FullDiskError, effects, make_table, write
 from tests.fixtures import Terminate, Until
 from tests.forms import in_blocks, stored
@@ -84,10 +84,6 @@ class Broken:
 
 def consume(platform: EventSQL, handler: Callable[[Sequence[Event], Connection], object]) -> int:
     return platform.consumers.consume_once("orders", "mailer", handler)
-
-
-def state_of(platform: EventSQL) -> ConsumerState:
-    return platform.registry.consumer("orders", "mailer")[0]
 
 
 def make_due(platform: EventSQL) -> None:

@@ -15,7 +15,6 @@ import psycopg
 import pytest
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
-from eventsql_orchestration.consumer import ConsumerState
 from eventsql_orchestration.consuming import (
     batch,
     deliveries,
@@ -32,7 +31,7 @@ from eventsql_orchestration.errors import DatabaseFullError, DatabaseUnavailable
 from eventsql_orchestration.queue import Queue
 from eventsql_orchestration.storage.reading import LogReader
 from eventsql_orchestration.store import subscription
-from tests.consuming.conftest import Halt
+from tests.consuming.conftest import Halt, state_of
 from tests.effects import DISK_IS_FULL, effects, fail_and_close, make_table, stand_still, take_too_long, write
 from tests.fixtures import Terminate, Until
 from tests.relay import relayed
@@ -82,10 +81,6 @@ def stand_still_and_say_otherwise(connection: Connection) -> None:
         stand_still(connection)
     except psycopg.Error:
         raise ValueError("not sent") from None
-
-
-def state_of(platform: EventSQL) -> ConsumerState:
-    return platform.registry.consumer("orders", "mailer")[0]
 
 
 def consume(platform: EventSQL, handler: Losing, *, times: int) -> int:

@@ -11,6 +11,7 @@ import yaml  # type: ignore[import-untyped]  # it comes with dagster, without ty
 
 from eventsql_orchestration.dagster.local.instance import instance_config
 from eventsql_orchestration.spark import SPARK_CONFIG_VARIABLE, spark_config
+from tests.deploy.test_deploy import argument
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 PROGRAMS = Path(sys.executable).parent
@@ -38,10 +39,6 @@ def commands() -> dict[str, list[str]]:
         **{f"compose {name}": COMPOSE["services"][name]["command"] for name in services},
         **{f"kubernetes {name}": container(name)["command"] for name in services},
     }
-
-
-def argument(command: list[str], option: str) -> str:
-    return command[command.index(option) + 1]
 
 
 def config_of(file: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:

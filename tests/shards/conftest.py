@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import pytest
 
-from eventsql_orchestration import EventSQL
+from eventsql_orchestration import EventSQL, Publication
 from tests.conftest import TEMPLATE, Administrator
 from tests.fixtures import Spawn, Until, Worker, until
 
@@ -16,6 +16,11 @@ __all__ = ["Databases", "Open", "Spawn", "Until", "Worker", "until"]
 
 Databases: TypeAlias = Callable[..., list[str]]
 Open: TypeAlias = Callable[..., EventSQL]
+
+
+def publication(key: str | None, number: int = 0) -> Publication:
+    """An event of the topic `orders` whose value is a number."""
+    return Publication("orders", b"%d" % number, key=key)
 
 
 @pytest.fixture

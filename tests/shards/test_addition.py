@@ -36,7 +36,7 @@ from eventsql_orchestration.topics.positions import Earliest, Latest
 from tests.conftest import Prepared
 from tests.forms import drop_events, stored
 from tests.shards.adding import KEYS, add_shard, start
-from tests.shards.conftest import Databases, Open, Until
+from tests.shards.conftest import Databases, Open, Until, publication
 from tests.waiting import PATIENCE, wait_until
 
 Adding: TypeAlias = Callable[..., ShardAddition]
@@ -82,10 +82,6 @@ def numbers(platform: EventSQL, key: str) -> dict[str, list[int]]:
         for shard in platform.shards
     }
     return {shard: events for shard, events in found.items() if events}
-
-
-def publication(key: str, number: int) -> Publication:
-    return Publication("orders", b"%d" % number, key=key)
 
 
 def test_a_shard_that_joins_is_retained_too(dsns: list[str], addition: Adding, opened: Open, until: Until) -> None:

@@ -22,7 +22,7 @@ from eventsql_orchestration.topics.positions import Latest
 from tests.conftest import TEMPLATE, Administrator, hash_password, own_server
 from tests.effects import effects, make_table, write
 from tests.shards.adding import KEYS
-from tests.shards.conftest import Databases, Open, Until
+from tests.shards.conftest import Databases, Open, Until, publication
 from tests.waiting import PATIENCE
 
 LOST = [key for key in KEYS if shard_of_key(key, ["shard-1", "shard-2"]) == "shard-2"]
@@ -72,10 +72,6 @@ def dsns(databases: Databases, other: Administrator, request: pytest.FixtureRequ
         platform.registry.register_topic(Topic("orders", 2))
         platform.registry.register_consumer(Consumer("orders", "mailer", partitioned=True))
     return dsns
-
-
-def publication(key: str | None, number: int = 0) -> Publication:
-    return Publication("orders", b"%d" % number, key=key)
 
 
 def test_a_stop_does_not_wait_for_a_shard_on_which_the_consumer_is_just_beginning(

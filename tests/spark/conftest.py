@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.datasource import InputPartition
 
-from eventsql_orchestration import EventSQL, Publication, Topic
+from eventsql_orchestration import EventSQL, OffsetRange, Publication, Topic
 from eventsql_orchestration.spark import FORMAT, spark_config
 from eventsql_orchestration.spark.java import ensure_java
 from tests.conftest import Prepared
@@ -59,6 +60,11 @@ def publish_some(platform: EventSQL, events: int, *, topic: str = "orders", firs
         for number in range(first, first + events)
     )
     platform.transfer.run_once()
+
+
+def ranges_of(splits: Iterable[InputPartition]) -> list[OffsetRange]:
+    """The ranges of splits, each of a split that has several."""
+    return [piece.offsets for split in splits for piece in split.value]
 
 
 def prepare(platform: EventSQL) -> None:

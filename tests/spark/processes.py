@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import pyspark
 
+from eventsql_orchestration import EventSQL, Topic
 from eventsql_orchestration.spark import SPARK_CONFIG_VARIABLE
 from eventsql_orchestration.spark.java import ensure_java
 from tests.waiting import PATIENCE, wait_until
@@ -27,6 +28,17 @@ from tests.waiting import PATIENCE, wait_until
 REPOSITORY = Path(__file__).parents[2]
 
 DRIVER = "tests.spark.driver"
+
+
+def register_topics(platform: EventSQL) -> None:
+    """Register the topics that the processes write to."""
+    platform.registry.register_topic(Topic("orders", partitions=4)).register_topic(Topic("fares", partitions=3))
+
+
+def values_in(platform: EventSQL, topic: str) -> list[int]:
+    """The values of a topic's events, which are numbers, in ascending order."""
+    platform.transfer.run_once()
+    return sorted(int(event.value) for event in platform.reader.read(topic))
 
 
 def kill(process: psutil.Process) -> None:

@@ -9,9 +9,9 @@ import psutil
 import psycopg
 import pytest
 
-from eventsql_orchestration import EventSQL, Publication, Topic
+from eventsql_orchestration import EventSQL, Publication
 from eventsql_orchestration.publishing.staged_blocks import ORPHANED_AFTER_HOURS
-from tests.spark.processes import Cluster, Driver, driver, kill
+from tests.spark.processes import Cluster, Driver, driver, kill, register_topics, values_in
 
 EVENTS = 100_000
 
@@ -39,17 +39,7 @@ def on_cluster(cluster: Cluster, **settings: str) -> dict[str, str]:
     return {"spark.master": cluster.url, **executors, **address, **settings}
 
 
-def prepare(platform: EventSQL) -> None:
-    for topic in (Topic("orders", partitions=4), Topic("fares", partitions=3)):
-        platform.registry.register_topic(topic)
-
-
-pytestmark = pytest.mark.prepared.with_args(prepare)
-
-
-def values_in(platform: EventSQL, topic: str) -> list[int]:
-    platform.transfer.run_once()
-    return sorted(int(event.value) for event in platform.reader.read(topic))
+pytestmark = pytest.mark.prepared.with_args(register_topics)
 
 
 def staged(dsn: str) -> int:

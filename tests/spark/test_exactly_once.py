@@ -19,13 +19,13 @@ from pyspark.errors import StreamingQueryException
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
-from eventsql_orchestration import EventSQL, Publication, Topic
+from eventsql_orchestration import EventSQL, Publication
 from eventsql_orchestration.errors import DatabaseUnavailableError
 from eventsql_orchestration.publishing.staged_blocks import LEAST_BY_BLOCKS
 from eventsql_orchestration.spark import FORMAT, eventsql_error
 from tests.spark import committer
 from tests.spark.committer import WRITER
-from tests.spark.processes import driver
+from tests.spark.processes import driver, register_topics, values_in
 from tests.waiting import wait_until
 
 EVENTS = LEAST_BY_BLOCKS
@@ -130,17 +130,7 @@ def after_commit(locks: Locks, start: Callable[[], None]) -> None:
 Stop = Callable[[Locks, Callable[[], None]], None]
 
 
-def prepare(platform: EventSQL) -> None:
-    for topic in (Topic("orders", partitions=4), Topic("fares", partitions=3)):
-        platform.registry.register_topic(topic)
-
-
-pytestmark = pytest.mark.prepared.with_args(prepare)
-
-
-def values_in(platform: EventSQL, topic: str) -> list[int]:
-    platform.transfer.run_once()
-    return sorted(int(event.value) for event in platform.reader.read(topic))
+pytestmark = pytest.mark.prepared.with_args(register_topics)
 
 
 def counted(platform: EventSQL, table: str) -> int:

@@ -28,6 +28,7 @@ from eventsql_orchestration.spark.filters import Conditions, push
 from eventsql_orchestration.spark.read_options import ReadOptions
 from eventsql_orchestration.spark.reader import FilteringReader, read_schema
 from eventsql_orchestration.spark.source import EventSQLDataSource
+from tests.spark.conftest import ranges_of
 
 Read = Callable[..., DataFrame]
 
@@ -109,10 +110,6 @@ def filtering(dsn: str, *filters: Filter, **options: str) -> tuple[FilteringRead
     return reader, list(reader.pushFilters(list(filters)))
 
 
-def ranges_of(reader: FilteringReader) -> list[OffsetRange]:
-    return [piece.offsets for split in reader.partitions() for piece in split.value]
-
-
 def test_filters_narrow_what_is_planned(platform: EventSQL, dsn: str, orders: str) -> None:
     platform.registry.register_topic(Topic("rides"))
     reader, left = filtering(
@@ -125,7 +122,7 @@ def test_filters_narrow_what_is_planned(platform: EventSQL, dsn: str, orders: st
         subscribe="orders,rides",
     )
     assert left == [IsNotNull(("topic",))]
-    assert ranges_of(reader) == [OffsetRange("orders", 1, 100, 200), OffsetRange("orders", 3, 100, 200)]
+    assert ranges_of(reader.partitions()) == [OffsetRange("orders", 1, 100, 200), OffsetRange("orders", 3, 100, 200)]
 
 
 def test_conditions_that_postgresql_would_evaluate_otherwise_are_left_to_spark() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from psycopg import sql
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, Row, SparkSession
-from pyspark.sql.datasource import InputPartition
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import BinaryType, LongType, StringType, StructField, StructType
 from sqlalchemy.engine import make_url
@@ -42,6 +41,7 @@ from eventsql_orchestration.spark.reader import read_schema
 from eventsql_orchestration.spark.source import EventSQLDataSource
 from eventsql_orchestration.spark.writer import Staged
 from tests.forms import stored
+from tests.spark.conftest import ranges_of
 from tests.waiting import wait_until
 
 Read = Callable[..., DataFrame]
@@ -72,11 +72,6 @@ def in_order(frame: DataFrame) -> list[Row]:
 def splits_of(dsn: str, topic: str, **options: object) -> list[OffsetRange]:
     given = {"dsn": dsn, "subscribe": topic, **{name: str(value) for name, value in options.items()}}
     return ranges_of(EventSQLDataSource(given).reader(ALL).partitions())
-
-
-def ranges_of(splits: Sequence[InputPartition]) -> list[OffsetRange]:
-    """The range of each split; of one of several, each."""
-    return [piece.offsets for split in splits for piece in split.value]
 
 
 # Batches

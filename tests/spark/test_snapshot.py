@@ -17,6 +17,7 @@ from eventsql_orchestration.model import Retention
 from eventsql_orchestration.spark.log_planner import Logs
 from eventsql_orchestration.spark.reader import BatchReader, read_schema
 from eventsql_orchestration.spark.source import EventSQLDataSource
+from tests.spark.conftest import ranges_of
 
 Publish = Callable[..., None]
 Read = Callable[..., DataFrame]
@@ -34,10 +35,6 @@ def reader_of(dsn: str, **options: object) -> BatchReader:
     reader = EventSQLDataSource(given).reader(read_schema(headers=False))
     assert isinstance(reader, BatchReader)
     return reader
-
-
-def ranges_of(reader: BatchReader) -> list[OffsetRange]:
-    return [piece.offsets for split in reader.partitions() for piece in split.value]
 
 
 def offsets_read(reader: BatchReader) -> list[int]:
@@ -78,9 +75,9 @@ def test_tasks_are_even_over_topics(dsn: str, orders: str, rides: str) -> None:
 
 
 def test_a_task_reads_about_as_many_events_as_it_is_told(dsn: str, orders: str) -> None:
-    assert len(ranges_of(reader_of(dsn, subscribe=orders, maxRecordsPerPartition=250))) == 4
-    assert len(ranges_of(reader_of(dsn, subscribe=orders, maxRecordsPerPartition=250, minPartitions=5))) == 5
-    assert len(ranges_of(reader_of(dsn, subscribe=orders, minPartitions=1))) == 1
+    assert len(reader_of(dsn, subscribe=orders, maxRecordsPerPartition=250).partitions()) == 4
+    assert len(reader_of(dsn, subscribe=orders, maxRecordsPerPartition=250, minPartitions=5).partitions()) == 5
+    assert len(reader_of(dsn, subscribe=orders, minPartitions=1).partitions()) == 1
 
 
 def test_assigned_partitions_are_read_alone(platform: EventSQL, dsn: str, orders: str, rides: str) -> None:
@@ -99,7 +96,7 @@ def test_topics_and_partitions_may_have_bounds_of_their_own(dsn: str, orders: st
         endingOffsets=json.dumps(ending),
         numPartitions=1,
     )
-    assert ranges_of(reader) == [
+    assert ranges_of(reader.partitions()) == [
         OffsetRange("orders", 0, 9, 999),
         OffsetRange("orders", 1, 0, 999),
         OffsetRange("orders", 2, 0, 999),

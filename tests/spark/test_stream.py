@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql.datasource import InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 from pyspark.sql.streaming.query import StreamingQuery
 from sqlalchemy.engine import make_url
@@ -35,15 +34,12 @@ from eventsql_orchestration.spark.reader import read_schema
 from eventsql_orchestration.spark.source import EventSQLDataSource
 from eventsql_orchestration.spark.stream import StreamReader
 from tests.forms import stored
+from tests.spark.conftest import ranges_of
 from tests.spark.streams import await_end, run_to_end
 
 Publish = Callable[..., None]
 
 ALL = read_schema(headers=True)
-
-
-def ranges_of(splits: Sequence[InputPartition]) -> list[OffsetRange]:
-    return [piece.offsets for split in splits for piece in split.value]
 
 
 def offsets_read(reader: StreamReader, start: dict[str, Any], end: dict[str, Any]) -> list[int]:
