@@ -426,6 +426,29 @@ def test_a_queue_without_a_retention_has_no_rates(queue: Queue) -> None:
     assert (found.visible, found.sent_per_second, found.acknowledged_per_second) == (1, None, None)
 
 
+def test_no_message_of_a_queue_is_older_than_a_clock_that_went_back(queue: Queue, session: Connection) -> None:
+    assert queue.statistics().oldest is None
+    queue.send(b"x")
+    session.execute("UPDATE eventsql.queue_message SET eql_created_at = now() + interval '1 hour'")
+    assert queue.statistics().oldest == 0
+
+
+@pytest.mark.parametrize(
+    ("due", "zone"),
+    [(datetime.min.replace(tzinfo=UTC), "America/New_York"), (datetime.max.replace(tzinfo=UTC), "Pacific/Kiritimati")],
+    ids=["first", "last"],
+)
+def test_messages_of_the_first_and_the_last_day_are_looked_at_in_any_time_zone(
+    dsn: str, due: datetime, zone: str
+) -> None:
+    with Database(f"{dsn}?options=-ctimezone%3D{zone}") as database:
+        queue = Queue(database, "commands")
+        queue.send(b"x", due=due)
+        (message,) = queue.peek()
+    assert message.visible_at is not None
+    assert abs(message.visible_at - due) <= timedelta(days=1)
+
+
 def test_archived_messages_are_kept_for_their_retention_in_any_time_zone(dsn: str) -> None:
     with Database(f"{dsn}?options=-ctimezone%3D48") as database:
         queue = Queue(database, "commands", retention=timedelta(hours=1))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 import psycopg
 import pytest
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.dagster.monitoring.queues import read_queues
-from eventsql_orchestration.database import Connection
+from eventsql_orchestration.database import Connection, Queries
+from eventsql_orchestration.database.rows import query_all
 from eventsql_orchestration.errors import PermissionDeniedError
 from eventsql_orchestration.queue import Message, NewMessage, Queue, list_queues
 from eventsql_orchestration.queue.lag import queue_lags
@@ -110,6 +111,29 @@ def test_a_message_that_a_sender_sends_behind_another_of_its_key_waits_out_of_si
         letters.send(body, key="k")
     found = queues["letters"].statistics()
     assert (found.visible, found.blocked) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("time", "shown"),
+    [("-infinity", "0001-01-02"), ("0001-01-01 00:00+00 BC", "0001-01-02"), ("20000-01-01 00:00+00", "9999-12-31")],
+)
+def test_a_message_with_a_time_of_a_worker_s_own_stops_nobody_s_view_of_the_queues(
+    queues: dict[str, Queue], login: Login, as_: As, time: str, shown: str
+) -> None:
+    changed, other = queues["pictures"].send_all([b"changed", b"other"])
+    with psycopg.connect(login("worker"), autocommit=True) as worker:
+        worker.execute("UPDATE eventsql.queue_message SET eql_visible_at = %s WHERE eql_id = %s", [time, changed])
+    state, visible = ("delayed", 1) if shown == "9999-12-31" else ("visible", 2)
+    pictures = Queue(as_("worker"), "pictures")
+    found = pictures.statistics()
+    assert (found.visible, found.delayed) == (visible, 2 - visible)
+    assert found.waiting is not None
+    assert {lag.queue: lag.visible for lag in queue_lags(as_("reader").database)}["pictures"] == visible
+    asked = query_all(as_("reader").database, Queries("queue", "eventsql")("waiting"), {"name": "pictures", "limit": 9})
+    assert [messages for messages, _ in asked] == [visible]
+    peeked = {message.id: message for message in pictures.peek()}
+    assert (peeked[changed].state, peeked[other].state) == (state, "visible")
+    assert peeked[changed].visible_at == datetime.fromisoformat(f"{shown}T00:00+00:00")
 
 
 @pytest.mark.parametrize("role", ["worker", "reader"])

@@ -103,10 +103,14 @@ CROSS JOIN LATERAL (
 ) next
 HAVING EXISTS (SELECT FROM {schema}.queue q WHERE q.eql_id = %(queue)s);
 
+-- part longest_wait -- The longest wait of visible messages. A worker may have given a message the time -infinity, and
+-- before version 17 the server subtracts no infinite time.
+clock_timestamp() - min(found.eql_visible_at) FILTER (WHERE found.eql_visible_at > '-infinity')
+
 -- waiting -- The visible messages of a queue, counted up to a limit, and the longest wait of a message in seconds.
 -- No row where there is no such queue.
 SELECT count(found.eql_visible_at),
-       coalesce(extract(epoch FROM clock_timestamp() - min(found.eql_visible_at)), 0)::float8
+       coalesce(extract(epoch FROM {longest_wait}), 0)::float8
 FROM {schema}.queue q
 LEFT JOIN LATERAL (
     SELECT visible.eql_visible_at
@@ -120,9 +124,11 @@ LEFT JOIN LATERAL (
 WHERE q.eql_name = %(name)s
 GROUP BY q.eql_id;
 
--- peek -- The messages of a queue that are first in turn, or one message, with their states.
+-- peek -- The messages of a queue that are first in turn, or one message, with their states. Python has no time outside
+-- of the years 1 to 9999, and no infinite time: such a message has the nearest time that Python has in every time zone.
 SELECT m.eql_id, m.eql_body, m.eql_key, m.eql_metadata::text, m.eql_receives, m.eql_priority, m.eql_created_at,
-       CASE WHEN m.eql_visible_at < 'infinity' THEN m.eql_visible_at END,
+       CASE WHEN m.eql_visible_at < 'infinity'
+           THEN greatest('0001-01-02 00:00+00', least('9999-12-31 00:00+00', m.eql_visible_at)) END,
        CASE WHEN m.eql_visible_at = 'infinity' THEN 'blocked' WHEN m.eql_visible_at <= now() THEN 'visible'
             WHEN m.eql_receipt IS NULL THEN 'delayed' ELSE 'in flight' END,
        o.eql_name, m.eql_history
@@ -154,8 +160,10 @@ SELECT
     count(*) FILTER (WHERE eql_visible_at > now() AND eql_visible_at < 'infinity' AND eql_receipt IS NULL),
     count(*) FILTER (WHERE eql_visible_at = 'infinity'),
     (SELECT messages FROM dead),
-    extract(epoch FROM now() - min(eql_created_at))::float8,
-    extract(epoch FROM now() - min(eql_visible_at) FILTER (WHERE eql_visible_at <= now()))::float8,
+    CASE WHEN count(*) > 0 THEN greatest(0, extract(epoch FROM now() - min(eql_created_at)))::float8 END,
+    extract(
+        epoch FROM now() - min(eql_visible_at) FILTER (WHERE eql_visible_at <= now() AND eql_visible_at > '-infinity')
+    )::float8,
     count(*) FILTER (WHERE eql_created_at > (now() - interval '1 minute'))
         + (SELECT sent FROM dead) + (SELECT sent FROM archived),
     (SELECT acknowledged FROM archived)
@@ -300,7 +308,7 @@ SELECT q.eql_name, least(visible.messages, %(limit)s), least(hidden.held, %(limi
        (SELECT d.eql_name FROM {schema}.queue d WHERE d.eql_id = q.eql_dead_letters)
 FROM {schema}.queue q
 CROSS JOIN LATERAL (
-    SELECT count(*) AS messages, extract(epoch FROM clock_timestamp() - min(found.eql_visible_at))::float8 AS seconds
+    SELECT count(*) AS messages, extract(epoch FROM {longest_wait})::float8 AS seconds
     FROM generate_series(0, 9) AS level
     CROSS JOIN LATERAL (
         SELECT m.eql_visible_at FROM {schema}.queue_message m
