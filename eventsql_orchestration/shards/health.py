@@ -12,6 +12,7 @@ from typing import Final
 from psycopg.conninfo import timeout_from_conninfo
 
 from eventsql_orchestration.database import Database
+from eventsql_orchestration.database.translation import ended_for_time
 from eventsql_orchestration.database.urls import connect_arguments
 from eventsql_orchestration.errors import (
     DatabaseBusyError,
@@ -87,7 +88,9 @@ class Health:
         try:
             yield
         except DatabaseUnavailableError as error:
-            self.lose(shard, error)
+            # A server that ended a transaction which idled or took too long is there for others.
+            if not ended_for_time(error):
+                self.lose(shard, error)
             raise
 
     def lose(self, shard: Shard, error: EventSQLError) -> None:

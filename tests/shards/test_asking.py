@@ -15,6 +15,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from psycopg import errors
 from psycopg.conninfo import conninfo_to_dict
 
 from eventsql_orchestration import EventSQL, Publication, Topic
@@ -200,6 +201,16 @@ def test_a_shard_that_is_lost_twice_is_looked_after_by_one_thread(probes: list[t
     found.lose(shard, DatabaseUnavailableError("gone again"))
     assert shard.down is first
     assert len(probes) == 1
+
+
+@pytest.mark.parametrize("sqlstate", ["25P03", "25P04"])
+def test_a_shard_that_ended_a_transaction_which_idled_or_took_too_long_is_not_down(
+    probes: list[tuple[Any, ...]], sqlstate: str
+) -> None:
+    shard, found = Mock(down=None), health.Health(wait=False, on_return=Mock())
+    with pytest.raises(DatabaseUnavailableError), found.watching(shard):
+        raise DatabaseUnavailableError("ended a transaction") from errors.lookup(sqlstate)()
+    assert (shard.down, probes) == (None, [])
 
 
 def test_a_thread_that_outlives_the_close_counts_no_shard_as_down(probes: list[tuple[Any, ...]]) -> None:
