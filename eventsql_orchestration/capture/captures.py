@@ -10,6 +10,7 @@ import logging
 import re
 from builtins import list as list_of
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 import psycopg
@@ -146,10 +147,8 @@ class Captures:
                     "another shard. Capture the table to a topic of a platform on one database"
                 )
             found = self._capturable(driver, table)
-            driver.execute(
-                sql.SQL("LOCK TABLE {} IN SHARE ROW EXCLUSIVE MODE").format(sql.Identifier(found.schema, found.name))
-            )
-            # Before the lock, the table may have been altered, or another table may have taken its name.
+            _lock(driver, found, "SHARE ROW EXCLUSIVE")
+            # Before the lock, the table may have been altered or dropped, or another table may have taken its name.
             found = self._capturable(driver, table)
             chosen_key, chosen = self._chosen(driver, found, key, columns)
 
@@ -181,12 +180,15 @@ class Captures:
                 return int(capture)
             return self._insert(driver, found, topic, chosen_key, chosen, snapshot=snapshot)
 
+    def _table(self, driver: psycopg.Connection[Any], table: str) -> Table | None:
+        row = fetch_first(driver, self._queries("table"), {"table": table})
+        return None if row is None else Table(*row)
+
     def _capturable(self, driver: psycopg.Connection[Any], table: str) -> Table:
         """The table of this name. Raises `CaptureError` if it cannot be captured."""
-        row = fetch_first(driver, self._queries("table"), {"table": table})
-        if row is None:
+        found = self._table(driver, table)
+        if found is None:
             raise CaptureError(f"table {table!r} does not exist: name it as in SQL, with its schema")
-        found = Table(*row)
         of_platform = found.schema == self._database.schema and any(
             name == found.name for _, name, *_ in owned_tables(driver, found.schema)
         )
@@ -326,20 +328,30 @@ class Captures:
         with self._database.core() as connection:
             driver = driver_connection(connection)
             wait_at_most(driver, LOCK_SECONDS)
-            found = fetch_first(driver, self._queries("table"), {"table": table})
-            relation = None if found is None else found[0]
-            own = {"relation": relation, "topic": topic, "name": table}
-            name = None if found is None else sql.Identifier(found[1], found[2])
-            if name is not None:
+            found = self._table(driver, table)
+            if found is not None:
                 # Lock the table before the capture's row, as a writer does.
-                driver.execute(sql.SQL("LOCK TABLE {} IN ACCESS EXCLUSIVE MODE").format(name))
+                _lock(driver, found, "ACCESS EXCLUSIVE")
+                # Before the lock, the table may have been dropped, or another table may have taken its name.
+                found = self._table(driver, table)
+            own = {"relation": None if found is None else found.relation, "topic": topic, "name": table}
             # Do this before the triggers go, because they name the capture's table.
             deleted = driver.execute(self._queries("delete_capture"), own).rowcount
-            triggers = [] if name is None else fetch_all(driver, self._queries("triggers_of"), own)
-            for (trigger,) in triggers:
-                driver.execute(sql.SQL("DROP TRIGGER {} ON {}").format(sql.Identifier(trigger), name))
+            triggers = []
+            if found is not None:
+                triggers = fetch_all(driver, self._queries("triggers_of"), own)
+                name = sql.Identifier(found.schema, found.name)
+                for (trigger,) in triggers:
+                    driver.execute(sql.SQL("DROP TRIGGER {} ON {}").format(sql.Identifier(trigger), name))
             if not deleted and not triggers:
                 raise _not_captured(table, topic)
+
+
+def _lock(driver: psycopg.Connection[Any], table: Table, mode: str) -> None:
+    """Lock a table, unless it is dropped meanwhile."""
+    name = sql.Identifier(table.schema, table.name)
+    with suppress(psycopg.errors.UndefinedTable), driver.transaction():
+        driver.execute(sql.SQL("LOCK TABLE {} IN {} MODE").format(name, sql.SQL(mode)))
 
 
 def _in_any_order(columns: Iterable[str | int] | None) -> set[str | int] | None:

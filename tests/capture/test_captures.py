@@ -6,6 +6,7 @@ import json
 import shlex
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import psycopg
 import pytest
@@ -578,6 +579,44 @@ def test_a_capture_describes_the_table_that_has_the_name_after_a_change_that_was
     assert (made.key, made.problem) == ((key,), None)
     session.execute(f"INSERT INTO orders ({key}) VALUES (5)".encode())
     assert platform.transfer.run_once() == {"changes": 1}
+
+
+def test_a_table_that_is_dropped_under_way_is_not_captured(
+    platform: EventSQL, sessions: Sessions, session: Connection, until_blocked: UntilBlocked
+) -> None:
+    session.execute("CREATE TABLE orders (id integer PRIMARY KEY)")
+    platform.registry.register_topic(Topic("changes"))
+    changing = sessions()
+    changing.execute("DROP TABLE orders")
+    with ThreadPoolExecutor(1) as executor:
+        capturing = executor.submit(platform.capture, "orders", "changes")
+        until_blocked()
+        changing.commit()
+        with pytest.raises(CaptureError, match="does not exist"):
+            capturing.result()
+
+
+@pytest.mark.parametrize(
+    ("change", "left"),
+    [
+        ("DROP TABLE orders", []),
+        ("DROP TABLE orders; CREATE TABLE orders (id integer PRIMARY KEY)", []),
+        ("ALTER TABLE orders RENAME TO former; CREATE TABLE orders (id integer PRIMARY KEY)", ["public.former"]),
+    ],
+    ids=["dropped", "made anew", "renamed"],
+)
+def test_the_capture_that_is_dropped_is_of_the_table_that_has_the_name_after_a_change_that_was_under_way(
+    orders: EventSQL, sessions: Sessions, until_blocked: UntilBlocked, *, change: str, left: list[str]
+) -> None:
+    changing = sessions()
+    changing.execute(change.encode())
+    with ThreadPoolExecutor(1) as executor:
+        dropping = executor.submit(orders.captures.drop, "orders", "changes")
+        until_blocked()
+        changing.commit()
+        with pytest.raises(CaptureError, match="is not captured") if left else nullcontext():
+            dropping.result()
+    assert [(each.table, each.problem) for each in orders.captures.list()] == [(name, None) for name in left]
 
 
 def test_a_capture_waits_for_writers_and_gives_up(
