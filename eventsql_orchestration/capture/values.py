@@ -58,7 +58,8 @@ class Capture:
     table was restored, or columns were renamed or dropped, and the next restore or renaming would take columns from the
     capture. To prevent that, call `create` again with the present columns. `added_again` are columns of the capture
     that were dropped and then added again: to capture them again, name them in a call of `create`. If rights are
-    missing, `grants` has the statements that give them.
+    missing, `grants` has the statements that give them. `replaced_by` is the name that the table had before it was
+    renamed, if another table has that name now and is not captured to the topic.
     """
 
     id: int
@@ -73,6 +74,7 @@ class Capture:
     outdated: bool
     added_again: tuple[str, ...]
     grants: str | None
+    replaced_by: str | None
 
 
 class Table(NamedTuple):
@@ -117,7 +119,7 @@ def as_capture(  # noqa: PLR0917 - the columns of a row
     number: int, table: str, topic: str, key: Sequence[str], columns: Sequence[str] | None, snapshot: SnapshotState,
     rows: int, created_at: datetime, exists: bool, missing: Sequence[str], outdated: bool, triggers: int,
     inherits: bool, unlogged: bool | None, added_again: Sequence[str], runs_as: str, readable: bool,
-    outsider: str | None, hidden: bool | None,
+    outsider: str | None, hidden: bool | None, replaced_by: str | None,
 ) -> Capture:  # fmt: skip
     problem = grants = None
     if not exists:
@@ -142,7 +144,9 @@ def as_capture(  # noqa: PLR0917 - the columns of a row
     elif hidden:
         grants = bypass_of(runs_as)
         problem = f"its row security hides rows from role {runs_as}, and writes to it fail: {grants}"
+    elif replaced_by is not None:
+        problem = f"it was renamed, and {replaced_by} is another table now, whose changes are not captured"
     return Capture(
         number, table, topic, tuple(key), None if columns is None else tuple(columns), snapshot, rows, created_at,
-        problem, outdated, tuple(added_again), grants,
+        problem, outdated, tuple(added_again), grants, replaced_by,
     )  # fmt: skip

@@ -307,18 +307,22 @@ def _captures(shard: Shard) -> Iterator[Finding]:
             drop_command(table, topic),
         )
     for capture in captures.list():
+        chosen = [word for name in capture.key for word in ("--key", name)]
+        columns = (*(capture.columns or ()), *capture.added_again)
+        chosen += [word for name in columns for word in ("--column", name)]
+        again = shlex.join(["eventsql", "capture", "create", capture.table, capture.topic, *chosen, "--no-snapshot"])
         if capture.problem is not None:
+            drop = drop_command(capture.table, capture.topic)
+            advice = capture.grants or f"{drop}, and create it again if the table allows it"
+            if capture.replaced_by is not None:
+                other = shlex.join(["eventsql", "capture", "create", capture.replaced_by, capture.topic, *chosen])
+                advice = f"{other}, and {drop}; or, to capture the renamed table alone: {again}"
             yield problem(
                 "captures",
                 f"changes of table {capture.table} are not all captured to topic {capture.topic}: {capture.problem}",
-                capture.grants
-                or f"{drop_command(capture.table, capture.topic)}, and create it again if the table allows it",
+                advice,
             )
         elif capture.outdated:
-            chosen = [word for name in capture.key for word in ("--key", name)]
-            columns = (*(capture.columns or ()), *capture.added_again)
-            chosen += [word for name in columns for word in ("--column", name)]
-            again = ["eventsql", "capture", "create", capture.table, capture.topic, *chosen, "--no-snapshot"]
             effect = "may lack columns after the next restore or renaming"
             if capture.added_again:
                 effect = f"lack {', '.join(capture.added_again)}"
@@ -326,7 +330,7 @@ def _captures(shard: Shard) -> Iterator[Finding]:
                 "captures",
                 f"table {capture.table}, which is captured to topic {capture.topic}, was restored, or has renamed or "
                 f"dropped columns: changes {effect}",
-                shlex.join(again),
+                again,
             )
 
 

@@ -539,6 +539,53 @@ def test_row_security_that_binds_the_triggers_role_is_a_problem(orders: EventSQL
         session.execute("REASSIGN OWNED BY keeper TO CURRENT_USER; DROP OWNED BY keeper; DROP ROLE keeper")
 
 
+COPIED = "CREATE TABLE copied (LIKE orders INCLUDING ALL); INSERT INTO copied SELECT * FROM orders"
+SWAPPED = "ALTER TABLE orders RENAME TO former; ALTER TABLE copied RENAME TO orders"
+
+
+def test_a_table_that_takes_the_name_of_a_captured_table_is_a_problem_until_it_is_captured(
+    orders: EventSQL, session: Connection
+) -> None:
+    session.execute(f"{COPIED}; {SWAPPED}".encode())
+    (made,) = orders.captures.list()
+    assert made.table == "public.former"
+    assert made.replaced_by == "public.orders"
+    assert made.problem is not None
+
+    # Noting the new name keeps the capture of the renamed table alone.
+    orders.capture("former", "changes", snapshot=False)
+    assert [(each.problem, each.replaced_by) for each in orders.captures.list()] == [(None, None)]
+    session.execute("UPDATE eventsql.capture SET eql_table = 'public.orders'")
+    orders.capture("orders", "changes")
+    assert [(each.table, each.problem) for each in orders.captures.list()] == [
+        ("public.former", None),
+        ("public.orders", None),
+    ]
+
+
+@pytest.mark.parametrize("operations", [["insert", "update", "delete", "truncate"], ["insert", "update"]])
+def test_triggers_that_were_copied_to_the_table_that_took_the_name_count_there(
+    orders: EventSQL, session: Connection, operations: list[str]
+) -> None:
+    session.execute(COPIED)
+    for name, definition in session.execute(
+        "SELECT tgname, pg_get_triggerdef(oid) FROM pg_trigger WHERE tgrelid = 'orders'::regclass AND NOT tgisinternal"
+    ).fetchall():
+        if name.rpartition("_")[2] in operations:
+            session.execute(definition.replace("ON public.orders", "ON public.copied").encode())
+    session.execute(SWAPPED)
+    (made,) = orders.captures.list()
+    lacking = 4 - len(operations)
+    assert made.table == "public.orders"
+    assert made.problem == (f"{lacking} of its triggers are gone or disabled" if lacking else None)
+
+    # Noting the table makes no second capture of it, and the capture that is dropped is its own.
+    assert orders.capture("orders", "changes").id == made.id
+    orders.captures.drop("orders", "changes")
+    assert orders.captures.list() == []
+    assert orders.captures.idle_triggers() == [("public.former", "changes")]
+
+
 def test_a_capture_finds_the_columns_of_a_change_that_was_under_way(
     platform: EventSQL, sessions: Sessions, session: Connection, until_blocked: UntilBlocked
 ) -> None:

@@ -377,6 +377,29 @@ def test_a_table_whose_changes_are_not_captured_any_more_is_a_problem(
     assert """eventsql capture drop --execute 'public."Basket"' basket_changes""" in result.stdout
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_captured_table_that_another_one_has_replaced_is_a_problem_that_the_remedy_mends(
+    run: Run, consumer: str, platform: EventSQL, *, keep: bool
+) -> None:
+    platform.registry.register_topic(Topic("basket_changes"))
+    with platform.database.connection() as connection:
+        connection.execute("CREATE TABLE public.baskets (id integer PRIMARY KEY, note text)")
+        platform.capture("public.baskets", "basket_changes", columns=["note"])
+        connection.execute("CREATE TABLE public.copied (LIKE public.baskets INCLUDING ALL)")
+        connection.execute("ALTER TABLE public.baskets RENAME TO former")
+        connection.execute("ALTER TABLE public.copied RENAME TO baskets")
+    code, findings = diagnose(run)
+    (finding,) = findings["captures"]
+    assert (code, finding["status"]) == (1, "problem")
+    assert "public.baskets is another table now" in finding["message"]
+    replace, again = finding["remedy"].split("; or, to capture the renamed table alone: ")
+    for command in [again] if keep else replace.split(", and "):
+        assert run(*shlex.split(command)[1:]).exit_code == 0
+    assert "captures" not in run("doctor").stdout
+    captured = [("public.former" if keep else "public.baskets", ("note",))]
+    assert [(each.table, each.columns) for each in platform.captures.list()] == captured
+
+
 def test_triggers_that_a_deleted_topic_has_left_are_named_until_they_are_removed(
     run: Run, consumer: str, platform: EventSQL
 ) -> None:

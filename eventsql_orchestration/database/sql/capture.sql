@@ -74,9 +74,15 @@ SELECT {schema}.capture_page(%(capture)s, %(most)s, %(waiting)s);
  JOIN pg_proc f ON f.oid = g.tgfoid AND f.proname = 'capture_changes'
      AND f.pronamespace = '{schema}'::regnamespace)
 
--- part relation -- The table of a capture, found by its triggers: a restored dump gives the table another oid.
+-- part relation -- The table of a capture, found by its triggers: a restored dump gives the table another oid. If somebody
+-- has copied the triggers to another table, the one with the noted name counts.
 coalesce(
-    (SELECT g.tgrelid FROM {triggers} g WHERE g.arguments[1] = captured.eql_id::text LIMIT 1), captured.eql_relation
+    (
+        SELECT g.tgrelid
+        FROM {triggers} g JOIN pg_class t ON t.oid = g.tgrelid JOIN pg_namespace n ON n.oid = t.relnamespace
+        WHERE g.arguments[1] = captured.eql_id::text
+        ORDER BY quote_ident(n.nspname) || '.' || quote_ident(t.relname) <> captured.eql_table LIMIT 1
+    ), captured.eql_relation
 )
 
 -- part key_types -- The types and collations of a capture's key. They order the pages of its snapshot.
@@ -159,7 +165,8 @@ ARRAY(
 -- of creation, whether the table exists, the columns that a restored table lacks, whether the table is a restored one or has
 -- renamed or dropped columns, how many of its four triggers would run, whether the table is a partition or has inheritance,
 -- whether a crash empties it, the columns that were dropped and added again, the role as which its triggers run, whether
--- that role may read it, its owner if the owner is not a member of that role, and whether row security binds that role.
+-- that role may read it, its owner if the owner is not a member of that role, whether row security binds that role, and
+-- its noted name if another table has that name and is not captured to the topic.
 SELECT captured.eql_id, coalesce(quote_ident(c.nspname) || '.' || quote_ident(c.relname), captured.eql_table), captured.eql_topic,
        now.key, now.columns, captured.eql_snapshot, captured.eql_snapshot_rows,
        captured.eql_created_at, c.relname IS NOT NULL, ARRAY(
@@ -173,7 +180,7 @@ SELECT captured.eql_id, coalesce(quote_ident(c.nspname) || '.' || quote_ident(c.
            OR coalesce(now.columns <> captured.eql_column_names, false),
        (
            SELECT count(*) FROM {triggers} g
-           WHERE g.arguments[1] = captured.eql_id::text AND g.tgenabled::text = ANY (ARRAY['O', 'A'])
+           WHERE g.tgrelid = c.oid AND g.arguments[1] = captured.eql_id::text AND g.tgenabled::text = ANY (ARRAY['O', 'A'])
        ),
        EXISTS (SELECT FROM pg_inherits i WHERE i.inhrelid = c.oid OR i.inhparent = c.oid),
        c.relpersistence::text = 'u', ARRAY(
@@ -187,7 +194,15 @@ SELECT captured.eql_id, coalesce(quote_ident(c.nspname) || '.' || quote_ident(c.
        pg_get_userbyid(f.proowner),
        has_schema_privilege(f.proowner, c.namespace, 'USAGE') AND has_table_privilege(f.proowner, c.oid, 'SELECT'),
        CASE WHEN NOT pg_has_role(c.relowner, f.proowner, 'MEMBER') THEN pg_get_userbyid(c.relowner) END,
-       {hides_rows}
+       {hides_rows}, (
+           SELECT captured.eql_table
+           FROM pg_class other JOIN pg_namespace n ON n.oid = other.relnamespace
+           WHERE quote_ident(n.nspname) || '.' || quote_ident(other.relname) = captured.eql_table
+             AND other.oid <> c.oid AND other.relkind::text = 'r'
+             AND NOT EXISTS (
+                 SELECT FROM {triggers} g WHERE g.tgrelid = other.oid AND g.arguments[3] = captured.eql_topic
+             )
+       )
 FROM {schema}.capture captured
 LEFT JOIN (
     SELECT c.oid, n.oid AS namespace, n.nspname, c.relname, c.relowner, c.relpersistence, c.relrowsecurity,
