@@ -637,8 +637,12 @@ def test_a_handler_that_fails_because_its_lease_is_lost_is_noted_as_no_failure(
     consumers = platform.shards[0].consumers
     with consumers.start_leased("payments", "mailer", handle, lease=0.3, polling_delay=1e6) as consumption:
         assert inside.wait(60)
+        # As another process takes the partition over. Until its lease ends, the handler is not called again.
         with platform.database.connection() as connection:
-            connection.execute("UPDATE eventsql.consumer SET eql_epoch = eql_epoch + 1 WHERE eql_topic = 'payments'")
+            connection.execute(
+                "UPDATE eventsql.consumer SET eql_epoch = eql_epoch + 1, "
+                "eql_lease_expires_at = now() + interval '1 hour' WHERE eql_topic = 'payments'"
+            )
         assert ended.wait(60)
         until(lambda: consumption._idle)
     assert (calls, state(platform).failed_event_id, state(platform).last_event_id) == ([3], None, 0)

@@ -112,7 +112,10 @@ def test_the_log_says_whether_a_failed_message_comes_again_or_is_a_dead_letter(
     assert caplog.text.count('raise ValueError("nope")') == receives
 
 
-def test_a_message_whose_handler_finds_the_disk_full_spends_no_receive(queue: Queue, until: Until) -> None:
+def test_a_message_whose_handler_finds_the_disk_full_spends_no_receive(
+    queue: Queue, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eventsql_orchestration.queue.worker.LONGEST_AWAY", 3_600.0)
     tried = threading.Semaphore(0)
 
     def find_it_full(_: Message, connection: Connection) -> None:
