@@ -29,6 +29,7 @@ from eventsql_orchestration.database.urls import parse_dsn
 from eventsql_orchestration.orchestration.errors import AirflowAnswerError, LocalAirflowError
 from eventsql_orchestration.orchestration.local_processes import PROCESSES_LOCK, free_port, only_one, start_group
 from tests.airflow.served import FakeAirflow, serving
+from tests.waiting import PATIENCE
 
 
 @pytest.mark.parametrize(
@@ -258,12 +259,12 @@ def test_the_tasks_of_an_airflow_whose_owner_was_killed_are_ended(tmp_path: Path
         assert task is not None
         assert os.getpgid(task.pid) == task.pid
         with only_one(tmp_path, kill=kill_session):
-            _, left = psutil.wait_procs([command, task], timeout=10)
+            _, left = psutil.wait_procs([command, task], timeout=PATIENCE)
         assert left == []
     finally:
         kill_session(part.pid)
         part.stdout.close()
-        part.wait(10)
+        part.wait(PATIENCE)
 
 
 def test_a_command_of_another_user_keeps_no_task_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,10 +283,10 @@ def test_a_command_of_another_user_keeps_no_task_alive(tmp_path: Path, monkeypat
         with monkeypatch.context() as patched:
             patched.setattr(psutil.Process, "kill", refuse)
             kill_session(part.pid)
-        assert part.wait(10) < 0
-        assert psutil.wait_procs([task], timeout=10)[1] == []
+        assert part.wait(PATIENCE) < 0
+        assert psutil.wait_procs([task], timeout=PATIENCE)[1] == []
     finally:
         command.kill()
         kill_session(part.pid)
         part.stdout.close()
-        part.wait(10)
+        part.wait(PATIENCE)

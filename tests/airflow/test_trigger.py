@@ -25,7 +25,7 @@ from eventsql_orchestration.errors import (
     ValidationError,
 )
 from eventsql_orchestration.orchestration.owners import AIRFLOW_TRIGGER
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 STORED = AdvanceOutcome(acked=1, failed=0)
 NOT_STORED = AdvanceOutcome(acked=0, failed=1)
@@ -178,7 +178,7 @@ def test_a_partition_that_the_topic_loses_delays_no_claim(rides: EventSQL, monke
         waiting = asyncio.ensure_future(anext(stream))
         await asyncio.to_thread(wait_until, lambda: len(rides.registry.consumer("rides", "billing")) == 1)
         await asyncio.to_thread(publish, rides, 0)
-        return (await asyncio.wait_for(waiting, 30))[0]
+        return (await asyncio.wait_for(waiting, PATIENCE))[0]
 
     assert with_producer(test)["partition"] == 0
 
@@ -209,7 +209,7 @@ class Down:
         self.go_on = go_on
 
     def __getattr__(self, _: str) -> Any:
-        self.go_on.wait(30)
+        self.go_on.wait(PATIENCE)
         raise DatabaseUnavailableError("it is down")
 
 
@@ -253,7 +253,7 @@ def test_a_shard_that_fails_is_tried_again_while_others_are_claimed(
     async def test(_: ClaimProducer, stream: Any) -> None:
         waiting = asyncio.ensure_future(anext(stream))
         for _tried in range(3):
-            assert await asyncio.to_thread(tries.acquire, timeout=30)
+            assert await asyncio.to_thread(tries.acquire, timeout=PATIENCE)
         await asyncio.to_thread(publish, rides, 1)
         _, claim = await waiting
         assert claim.range.partition == 1
@@ -306,7 +306,7 @@ def test_a_thread_that_outlives_its_stream_leaves_nothing_open(
 
     def look(producer: ClaimProducer, shard: Shard) -> list[Claim]:
         looking.set()
-        assert go_on.wait(30)
+        assert go_on.wait(PATIENCE)
         shard.registry.topics()
         return []
 
@@ -314,7 +314,7 @@ def test_a_thread_that_outlives_its_stream_leaves_nothing_open(
 
     async def test(producer: ClaimProducer, stream: Any) -> None:
         waiting = asyncio.ensure_future(anext(stream))
-        assert await asyncio.to_thread(looking.wait, 30)
+        assert await asyncio.to_thread(looking.wait, PATIENCE)
         hook = producer._hook
         assert hook is not None
         waiting.cancel()

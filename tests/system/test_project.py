@@ -20,7 +20,7 @@ from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from tests.conftest import is_setting
 from tests.documents import DAGSTER
 from tests.fixtures import memory_disk
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 PROGRAM = Path(sys.executable).with_name("eventsql")
 ENVIRONMENT = {
@@ -111,7 +111,7 @@ def test_dev_consumes_starts_a_server_that_died_again_and_ends_with_everything(p
         dev.send_signal(signal.SIGINT)
         assert dev.wait(60) == 130
         assert server.status() is None
-        _, left = psutil.wait_procs(children, timeout=10)
+        _, left = psutil.wait_procs(children, timeout=PATIENCE)
         assert left == []
     finally:
         dev.kill()
