@@ -37,6 +37,13 @@ logger = logging.getLogger(__name__)
 
 _UNDEFINED_TABLE: Final = "42P01"
 
+_FIRST_TIME: Final = -62_135_596_800_000_000
+_LAST_TIME: Final = 253_402_300_799_999_999
+"""The first and the last time of Python, in µs since 1970."""
+
+_INFINITY: Final = -(2**63) + 946_684_800_000_000 - 1
+"""PostgreSQL's time `infinity` as ADBC gives it: 2^63 - 1 µs since 2000, which overflows in µs since 1970."""
+
 _TEXT_MAP: Final = pa.map_(pa.string(), pa.string())
 
 TYPES: Final[Mapping[str, pa.DataType]] = MappingProxyType(
@@ -160,6 +167,8 @@ def _read_piece(
                 found["value"] = wanted.decoder.decode(found["value"], topic, offsets)
             for name in same.keys() & set(wanted.columns):
                 found[name] = _repeated(same[name], batch.num_rows)
+            if "timestamp" in found:
+                found["timestamp"] = _known_times(found["timestamp"])
             if "headers" in found:
                 found["headers"] = _maps(found["headers"])
             arrays = [found[field.name].cast(field.type) for field in schema]
@@ -191,6 +200,13 @@ def _events(
     # filters.py has written the values of `rows` as literals.
     query = copy_out.range_query(source.schema, piece.table, piece.offsets, columns, rows=piece.rows)
     yield from connection.batches(query)
+
+
+def _known_times(times: pa.Array) -> pa.Array:
+    """The times, each as the nearest time that Python has, as in `Event`: other programs may write any time."""
+    numbers = times.cast(pa.int64())
+    numbers = pc.if_else(pc.equal(numbers, _INFINITY), _LAST_TIME, numbers)
+    return pc.max_element_wise(pc.min_element_wise(numbers, _LAST_TIME), _FIRST_TIME).cast(TYPES["timestamp"])
 
 
 def report_loss(what: str, *, fail: bool, shard: ReadShard | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from datetime import UTC, datetime
 
 import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import BrokenBlockError
-from eventsql_orchestration.model import OffsetRange, Storage
+from eventsql_orchestration.model import NOT_PARTITIONED, OffsetRange, Storage
 from eventsql_orchestration.spark.blocks import MOST_EVENTS
 from eventsql_orchestration.spark.log_tasks import Piece, Projection, read_batches
 from eventsql_orchestration.spark.options import Source
@@ -113,6 +114,24 @@ def test_metadata_that_another_program_writes_stops_no_read(
     for form in ("rows", "blocks"):
         found = read(form, OffsetRange(form, -1, end, end + 5), ["headers"])["headers"].to_pylist()
         assert sorted(map(str, found)) == [*["None"] * 3, "[('a', '?b'), ('?', 'é')]", "[('c', '[1]')]"]
+
+
+@pytest.mark.parametrize("form", ["rows", "blocks"])
+def test_a_time_that_python_lacks_is_read_as_the_nearest(
+    platform: EventSQL, session: Connection, dsn: str, form: Storage
+) -> None:
+    platform.registry.register_topic(Topic("orders", storage=form))
+    session.execute(
+        "INSERT INTO eventsql.event_buffer (eql_topic, eql_partition, eql_value, eql_metadata, eql_created_at) "
+        "SELECT 'orders', -1, '', '{}', time FROM unnest(%s::timestamptz[]) time",
+        [["infinity", "20000-01-01", "2026-01-31 12:00Z", "0100-01-01 BC", "-infinity"]],
+    )
+    platform.transfer.run_once()
+    piece = Piece(OffsetRange("orders", NOT_PARTITIONED, 0, 5), f"orders_{'block' if form == 'blocks' else 'event'}", 1)
+    batches = read_batches(Source(dsn, "eventsql", "the database"), [piece], Projection(["timestamp"]))
+    found = [time.as_py() for batch in batches for time in batch.column(0)]
+    first, last = datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)
+    assert found == [last, last, datetime(2026, 1, 31, 12, tzinfo=UTC), first, first]
 
 
 def test_a_cut_array_is_refused(session: Connection, read: Read) -> None:
