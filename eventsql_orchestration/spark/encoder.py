@@ -146,7 +146,7 @@ class Encoder:
             if not self.headers:
                 return None
             return pa.repeat(pa.scalar(encode_metadata(self.headers), pa.binary()), rows)
-        texts: dict[tuple[tuple[str, str], ...], bytes] = {}
+        texts: dict[tuple[tuple[str, str | None], ...], bytes] = {}
         encoded: list[bytes] = []
         for entries in _text("headers", column).to_pylist():
             headers = tuple(entries or ())
@@ -157,7 +157,10 @@ class Encoder:
         return pa.array(encoded, pa.binary()) if any(text != _NO_METADATA for text in texts.values()) else None
 
 
-def _checked(metadata: Mapping[str, str]) -> Mapping[str, str]:
+def _checked(metadata: Mapping[str, str | None]) -> Mapping[str, str]:
+    for name, text in metadata.items():
+        if text is None:
+            raise InvalidPublicationError(f"column 'headers': header {name!r} is null: leave it out, or make it a text")
     try:
         return check_metadata(metadata, error=InvalidPublicationError)
     except InvalidPublicationError as error:

@@ -590,7 +590,7 @@ def test_a_bad_option_or_column_is_named(
             InvalidPublicationError,
             "column 'value': a value has 70000000 bytes",
         ),
-        ({"headers": [{"a": None}, {}]}, InvalidPublicationError, "column 'headers': metadata 'a' must be text"),
+        ({"headers": [{"a": None}, {}]}, InvalidPublicationError, "column 'headers': header 'a' is null"),
         ({"headers": [{"a": "\x00"}, {}]}, InvalidPublicationError, "column 'headers': metadata 'a' holds a NUL"),
         ({"headers": [{"a": "x" * 17_000_000}, {}]}, InvalidPublicationError, "column 'headers': .* 17000001 bytes"),
     ],
