@@ -119,6 +119,7 @@ def test_a_stream_to_now_reads_nothing_of_a_partition_that_has_come_since(
     end = from_offsets.latestOffset(start, ALL)
     assert sorted(end["orders"]["0"]) == list("012345")
     assert offsets(from_offsets, from_offsets.partitions(start, end)) == published(platform, orders)[:1_000]
+    assert from_offsets.latestOffset(end, ALL) == end
 
 
 def test_a_key_keeps_its_order_from_batch_to_batch_though_it_has_changed_its_partition(

@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 
 import psycopg
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 
-from eventsql_orchestration import EventSQL, OffsetRange, Topic
+from eventsql_orchestration import Connection, EventSQL, OffsetRange, Topic
 from eventsql_orchestration.errors import DataLossError, EventSQLError
 from eventsql_orchestration.model import Retention
 from eventsql_orchestration.spark.log_planner import Logs
 from eventsql_orchestration.spark.reader import BatchReader, read_schema
 from eventsql_orchestration.spark.source import EventSQLDataSource
+from tests.forms import stored
 from tests.spark.conftest import ranges_of
 
 Publish = Callable[..., None]
@@ -181,6 +183,7 @@ def test_offsets_that_retention_has_dropped_are_missed(
         assert len(offsets_read(reader_of(dsn, subscribe=orders, startingOffsets=5, failOnDataLoss=False))) == 20
     assert "the read goes on" in caplog.text
     assert len(offsets_read(reader_of(dsn, subscribe=orders))) == 20
+    assert offsets_read(reader_of(dsn, subscribe=orders, endingOffsets=5)) == []
 
 
 def test_offsets_of_a_log_that_retention_has_emptied_are_missed(platform: EventSQL, dsn: str, orders: str) -> None:
@@ -192,8 +195,16 @@ def test_offsets_of_a_log_that_retention_has_emptied_are_missed(platform: EventS
     assert offsets_read(reader_of(dsn, subscribe=orders)) == []
 
 
-def test_offsets_that_retention_drops_while_a_read_is_planned_are_missed(
-    *, platform: EventSQL, publish: Publish, dsn: str, orders: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("starts", "fails"), [(5, True), ("earliest", False)])
+def test_offsets_that_retention_drops_while_a_read_is_planned_are_missed_if_they_were_asked_for(
+    *,
+    platform: EventSQL,
+    publish: Publish,
+    dsn: str,
+    orders: str,
+    monkeypatch: pytest.MonkeyPatch,
+    starts: object,
+    fails: bool,
 ) -> None:
     firsts: Callable[..., list[int | None]] = Logs.firsts
 
@@ -202,9 +213,19 @@ def test_offsets_that_retention_drops_while_a_read_is_planned_are_missed(
         return firsts(*args)
 
     monkeypatch.setattr(Logs, "firsts", late)
-    reader = reader_of(dsn, subscribe=orders, startingOffsets=5, endingOffsets=900, numPartitions=3)
-    with pytest.raises(DataLossError, match=r"offsets 5 to 899 of topic 'orders'"):
-        reader.partitions()
+    reader = reader_of(dsn, subscribe=orders, startingOffsets=starts, endingOffsets=900, numPartitions=3)
+    lost = pytest.raises(DataLossError, match=r"offsets 5 to 899 of topic 'orders'")
+    with lost if fails else nullcontext():
+        assert offsets_read(reader) == []
+
+
+def test_a_read_may_begin_at_offset_0(dsn: str, orders: str) -> None:
+    assert len(offsets_read(reader_of(dsn, subscribe=orders, startingOffsets=0))) == 1_000
+
+
+def test_a_read_that_begins_behind_the_last_event_is_empty(session: Connection, dsn: str, orders: str) -> None:
+    session.execute(f"SELECT nextval('eventsql.{stored(orders)}_eql_id_seq')")
+    assert offsets_read(reader_of(dsn, subscribe=orders, startingOffsets=1_002)) == []
 
 
 def test_retention_does_not_take_what_a_task_is_reading(

@@ -351,13 +351,14 @@ def test_a_topic_that_is_added_to_a_stream_is_read_from_its_beginning(
 
 
 def test_a_limit_below_one_event_for_each_partition_is_refused(dsn: str, orders: str) -> None:
+    bounds = '{"orders": {"0": 1, "1": 1, "2": 1, "3": 1}}'
     with (
-        streaming(
-            dsn, orders, startingOffsets='{"orders": {"0": 1, "1": 1, "2": 1, "3": 1}}', maxOffsetsPerTrigger=3
-        ) as r,
+        streaming(dsn, orders, startingOffsets=bounds, maxOffsetsPerTrigger=3) as r,
         pytest.raises(ValidationError, match="option maxOffsetsPerTrigger: 3 is too few for 4"),
     ):
         r.getDefaultReadLimit()
+    with streaming(dsn, orders, startingOffsets=bounds, maxOffsetsPerTrigger=4) as r:
+        assert r.getDefaultReadLimit() == ReadMaxRows(4)
 
 
 def test_a_stream_may_begin_at_a_time(platform: EventSQL, publish: Publish, dsn: str, orders: str) -> None:
@@ -400,6 +401,8 @@ def test_a_stream_that_retention_overtook_fails_or_goes_on_as_it_is_told(
     with streaming(dsn, orders, failOnDataLoss=False) as reader, caplog.at_level(logging.WARNING):
         assert offsets_read(reader, start, end) == list(range(overtaken, overtaken + 20))
     assert "the read goes on with the events that are left" in caplog.text
+    with streaming(dsn, orders, startingOffsets="earliest") as reader:
+        assert reader.initialOffset()[orders] == {"0": overtaken}
 
 
 def test_events_that_retention_drops_while_a_batch_is_planned_are_missed(
@@ -468,16 +471,19 @@ def test_ids_of_an_open_transaction_are_not_passed(platform: EventSQL, dsn: str,
             writer.execute("SELECT eql_topic FROM eventsql.event_buffer_lock WHERE eql_topic = 'orders' FOR UPDATE")
             writer.execute(f"SELECT nextval('eventsql.{stored('orders')}_eql_id_seq')")
             assert reader.latestOffset(start, ReadAllAvailable()) == start
-        assert reader.latestOffset(start, ReadAllAvailable())[orders] == {"0": 1_002}
+        passed = reader.latestOffset(start, ReadAllAvailable())
+        assert passed[orders] == {"0": 1_002}
+        # The stream now has passed the log's end.
+        assert reader.latestOffset(passed, ReadAllAvailable()) == passed
 
 
+@pytest.mark.parametrize("option", ["default_transaction_read_only=on", "role=pg_read_all_data"])
 def test_a_database_that_takes_no_writes_is_read_up_to_its_newest_event(
-    session: Connection, dsn: str, orders: str
+    session: Connection, dsn: str, orders: str, option: str
 ) -> None:
     # On a standby, a sequence is ahead of the events.
     session.execute(f"SELECT nextval('eventsql.{stored(orders)}_eql_id_seq')")
-    read_only = make_url(dsn).update_query_dict({"options": "-c default_transaction_read_only=on"})
-    url = read_only.render_as_string(hide_password=False)
+    url = make_url(dsn).update_query_dict({"options": f"-c {option}"}).render_as_string(hide_password=False)
     (split, *_) = EventSQLDataSource({"dsn": url, "subscribe": orders}).reader(ALL).partitions()
     assert ranges_of([split]) == [OffsetRange(orders, -1, 0, 1_000)]
     with streaming(url, orders) as reader:
