@@ -493,6 +493,7 @@ def test_a_translator_may_change_everything_except_the_key_of_a_queue() -> None:
         {"queue": "thumbnails"},
         {"queue_options": QueueOptions(dead_letters="pictures")},
         {"limits": {"batch": 5}},
+        {"ticks": 5},
     ],
 )
 def test_an_impossible_worker_is_refused_at_definition(given: dict[str, Any]) -> None:
@@ -546,6 +547,22 @@ def test_answers_are_published_with_the_acknowledgement_or_not_at_all(work: Work
     assert metadata(result, topic_key("answers"))["published events"] == 1
     origin = Tracer(work.bench.platform, {"Dagster": StoredRuns(work.bench.instance)}).trace("answers", events[-1].id)
     assert (origin.run_id, origin.notes) == (result.run_id, ("it handled messages of queue 'pictures'",))
+
+
+def test_a_topic_for_answers_can_be_given_by_its_name_and_is_not_created(work: Work) -> None:
+    work.send(1)
+
+    def answer(messages: Sequence[Message], connection: Connection) -> list[Publication]:
+        return [Publication("answers", each.body) for each in messages]
+
+    definition = worker(answer, publishes="answers")
+    assert {spec.key for spec in definition.asset.specs} == {definition.key, topic_key("answers")}
+    definition.register(work.bench.platform)
+    assert not work.run(definition).success
+    work.bench.platform.registry.register_topic(Topic("answers"))
+    work.end_pauses()
+    assert work.run(definition).success
+    assert work.bench.platform.buffered() == {"answers": 1}
 
 
 @pytest.mark.parametrize(

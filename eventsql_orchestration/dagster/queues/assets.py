@@ -92,7 +92,10 @@ class WorkConfig(dg.Config):
 
 @dataclass(frozen=True)
 class WorkerDefinition:
-    """A worker of a queue and everything that Dagster needs to run it."""
+    """A worker of a queue and everything that Dagster needs to run it.
+
+    `publishes` are the topics that it publishes to, if they are declared as a `Topic`.
+    """
 
     queue: str
     queue_options: QueueOptions
@@ -117,7 +120,7 @@ def worker_asset(
     *,
     queue: str,
     queue_options: QueueOptions = DEFAULT_QUEUE,
-    publishes: Topic | Sequence[Topic] = (),
+    publishes: Topic | str | Sequence[Topic | str] = (),
     name: str | None = None,
     backoff: Backoff = exponential,
     limits: WorkLimits = DEFAULT_LIMITS,
@@ -137,22 +140,24 @@ def worker_asset(
     With `publishes`, the function returns publications for these topics, or None. They are published in the transaction
     that acknowledges the messages, with the run in their metadata, and the topics become assets of the same run.
 
-    The job `register` creates the queue and those topics, and gives an existing queue the `queue_options` that are set.
-    A sensor requests a run if messages wait. The asset's name is `name` (by default the function's name). The job and
+    The job `register` creates the queue and each topic that is given as a `Topic`, and gives an existing queue the
+    `queue_options` that are set. A topic that is given by its name has to exist. A sensor requests a run if messages wait. The asset's name is `name` (by default the function's name). The job and
     the sensor are called `work_<name>`. Raises `ValidationError` or `DagsterInvalidDefinitionError` at definition.
     """
     check_kind("queue_options", queue_options, QueueOptions)
     check_kind("limits", limits, WorkLimits)
     check_kind("options", options, AssetOptions)
+    check_kind("ticks", ticks, TickOptions)
     options.check_retries(limits.lease)
     declared = checked_options(check_name("queue name", queue), queue_options)
-    topics = (publishes,) if isinstance(publishes, Topic) else tuple(publishes)
+    topics = (publishes,) if isinstance(publishes, Topic | str) else tuple(publishes)
+    names = frozenset(topic if isinstance(topic, str) else topic.name for topic in topics)
 
     def decorate(function: Callable[..., Any]) -> WorkerDefinition:
         user = UserFunction.of(function, "messages", "connection")
         asset_name = name or user.call.__name__
         specs = _specs(queue, asset_name, user.call.__doc__, topics, options)
-        step = _Step(queue, declared, user, limits, backoff, specs[0].key, topics)
+        step = _Step(queue, declared, user, limits, backoff, specs[0].key, names)
         asset = step_of_assets(
             asset_name, specs, user.as_compute(WorkConfig, step), pool=options.pool, retry_policy=options.retry_policy
         )
@@ -163,13 +168,14 @@ def worker_asset(
             tags={QUEUE_TAG: queue, **CONSUMER_RUN, **(options.tags or {})},
         )
         sensor = build_sensor(QueueWatch(queue, asset_name, limits, job.name, ticks), job, default_status)
-        return WorkerDefinition(queue, declared, asset, job, sensor, step.key, limits, topics)
+        created = tuple(topic for topic in topics if isinstance(topic, Topic))
+        return WorkerDefinition(queue, declared, asset, job, sensor, step.key, limits, created)
 
     return decorate
 
 
 def _specs(
-    queue: str, name: str, docstring: str | None, topics: Iterable[Topic], options: AssetOptions
+    queue: str, name: str, docstring: str | None, topics: Iterable[Topic | str], options: AssetOptions
 ) -> list[dg.AssetSpec]:
     """The worker's asset, and the assets of the topics that it publishes to. Raises `ValidationError`."""
     if name == queue:
@@ -212,7 +218,7 @@ class _Step:
     limits: WorkLimits
     backoff: Backoff
     key: dg.AssetKey
-    publishes: tuple[Topic, ...]
+    publishes: frozenset[str]
 
     def __call__(
         self, context: dg.AssetExecutionContext, config: WorkConfig, resources: Mapping[str, Any]
@@ -273,10 +279,11 @@ class _Step:
                 f"the worker of queue {self.queue!r} has to return a list of publications or None, not "
                 f"{type(returned).__name__}"
             )
-        topics = {topic.name for topic in self.publishes}
         for each in publications:
-            if not isinstance(each, Publication) or each.topic not in topics:
-                raise ValidationError(f"the worker of queue {self.queue!r} publishes to {sorted(topics)}, not {each!r}")
+            if not isinstance(each, Publication) or each.topic not in self.publishes:
+                raise ValidationError(
+                    f"the worker of queue {self.queue!r} publishes to {sorted(self.publishes)}, not {each!r}"
+                )
         origin = lineage(context)
         mine = [replace(each, metadata={**each.metadata, **origin}) for each in publications]
         eventsql.platform.publisher.publish_all(mine, connection=connection)
