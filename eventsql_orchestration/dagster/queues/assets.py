@@ -141,8 +141,9 @@ def worker_asset(
     that acknowledges the messages, with the run in their metadata, and the topics become assets of the same run.
 
     The job `register` creates the queue and each topic that is given as a `Topic`, and gives an existing queue the
-    `queue_options` that are set. A topic that is given by its name has to exist. A sensor requests a run if messages wait. The asset's name is `name` (by default the function's name). The job and
-    the sensor are called `work_<name>`. Raises `ValidationError` or `DagsterInvalidDefinitionError` at definition.
+    `queue_options` that are set. A topic that is given by its name has to exist. A sensor requests a run if messages
+    wait. The asset's name is `name` (by default the function's name). The job and the sensor are called `work_<name>`.
+    Raises `ValidationError` or `DagsterInvalidDefinitionError` at definition.
     """
     check_kind("queue_options", queue_options, QueueOptions)
     check_kind("limits", limits, WorkLimits)
