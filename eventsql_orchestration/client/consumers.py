@@ -344,12 +344,16 @@ class ClusterTransfer:
                 try:
                     self.coordinator.finish()
                     self._barriers.settle()
+                    if fault is not None:
+                        log_recovery(logger, "publications over several shards and consumers of new shards go on")
                     fault = None
                 except EventSQLError as error:
                     # A shard can go down in between. If this loop ended, consumers would stay held back for ever.
                     if str(error) != fault:
                         fault = str(error)
-                        logger.warning("consumers on shards that joined are not released, and asked again: %s", error)
+                        logger.warning(
+                            "publications over several shards and consumers of new shards wait, trying again: %s", error
+                        )
                 stop.wait(1.0)
         finally:
             ending.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
 
 import pytest
 
@@ -15,9 +16,16 @@ from eventsql_orchestration.consuming.lag import LagCause
 from eventsql_orchestration.consuming.running import Running
 from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
-from eventsql_orchestration.errors import DatabaseUnavailableError, ShardSetError, ShardUnavailableError
+from eventsql_orchestration.errors import (
+    DatabaseBusyError,
+    DatabaseUnavailableError,
+    ShardSetError,
+    ShardUnavailableError,
+)
 from eventsql_orchestration.sharding import shard_of_key
 from eventsql_orchestration.shards.add_shard import ShardAddition
+from eventsql_orchestration.shards.barriers import Barriers
+from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.topics.positions import Latest
 from tests.conftest import TEMPLATE, Administrator, hash_password, own_server
 from tests.effects import effects, make_table, write
@@ -72,6 +80,24 @@ def dsns(databases: Databases, other: Administrator, request: pytest.FixtureRequ
         platform.registry.register_topic(Topic("orders", 2))
         platform.registry.register_consumer(Consumer("orders", "mailer", partitioned=True))
     return dsns
+
+
+def test_the_transfer_tells_that_it_could_not_look_after_all_shards_and_that_it_can_again(
+    databases: Databases, opened: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, until: Until
+) -> None:
+    caplog.set_level("INFO")
+    platform, stop, settle = opened(*databases(2)).open(), threading.Event(), Barriers.settle
+
+    def fail(_barriers: Barriers) -> NoReturn:
+        monkeypatch.setattr(Barriers, "settle", settle)
+        raise DatabaseBusyError("somebody adds a shard")
+
+    monkeypatch.setattr(Barriers, "settle", fail)
+    running = start_thread("transfer", platform.transfer.run, stop)
+    until(lambda: "consumers of new shards go on" in caplog.text)
+    stop.set()
+    running.join(PATIENCE)
+    assert "trying again: somebody adds a shard" in caplog.text
 
 
 def test_a_stop_does_not_wait_for_a_shard_on_which_the_consumer_is_just_beginning(
