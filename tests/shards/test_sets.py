@@ -354,7 +354,27 @@ def test_an_addition_names_what_is_in_its_way(databases: Databases, opened: Open
             addition.execute()
         with pytest.raises(ShardSetError, match="finish the addition of shard west"):
             ShardAddition([a, b], d).execute()
+        with pytest.raises(ShardSetError, match="'west' that is being added is another database"):
+            ShardAddition([a, b], d, name="west").execute()
         assert written(third) == []
+
+
+def test_an_addition_refuses_databases_that_are_not_one_set(databases: Databases, opened: Open) -> None:
+    one, other, new, third, fourth = databases(5)
+    opened(one, other).open()
+    with Shard(one) as a, Shard(other) as b, Shard(new) as c, Shard(third) as d, Shard(fourth) as e:
+        with pytest.raises(ShardSetError, match="not a set of shards yet"):
+            ShardAddition([c, d], e).plan()
+        ShardAddition([a, b], c, name="west").execute(only_prepare=True)
+        with pytest.raises(ShardSetError, match="keeps that name"):
+            ShardAddition([a, b], c, name="east").plan()
+        with pytest.raises(ShardSetError, match="no URL leads to shard-1, shard-2"):
+            ShardAddition([c], c).plan()
+        with pytest.raises(ShardSetError, match="not all active"):
+            ShardAddition([a, b, c], d).plan()
+        opened(third, fourth).open()
+        with pytest.raises(ShardSetError, match="another set of shards"):
+            ShardAddition([a, b], d).plan()
 
 
 def _dies_after(step: str) -> Callable[[str], None]:
