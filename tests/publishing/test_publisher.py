@@ -22,6 +22,7 @@ from eventsql_orchestration.errors import (
     TopicNotFoundError,
     ValidationError,
 )
+from eventsql_orchestration.publishing import batches
 from eventsql_orchestration.publishing.batches import STRAIGHT_MOST
 from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.topics import catalog
@@ -230,6 +231,22 @@ def test_a_batch_that_cannot_be_read_again_is_refused_once(
         mine.rollback()
     assert published(platform) == []
     assert platform.publisher.publish_all(publications, connection=mine) == len(publications)
+
+
+def test_a_batch_is_refused_though_its_publisher_learns_the_new_definition_while_the_batch_is_read(
+    platform: EventSQL, elsewhere: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def publications() -> Iterator[Publication]:
+        yield order(b"one", partition=2)
+        platform.publisher.publish(order(b"another"))
+        yield order(b"two")
+
+    monkeypatch.setattr(batches, "STRAIGHT_MOST", 0)
+    remember(platform)
+    elsewhere.registry.register_topic(Topic("orders", 1))
+    with pytest.raises(RedefinitionError, match="orders"):
+        platform.publisher.publish_all(publications())
+    assert published(platform) == [b"another"]
 
 
 def test_a_refused_batch_is_not_published_twice_by_a_caller_who_publishes_it_again_in_the_same_transaction(

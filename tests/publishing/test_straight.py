@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -109,12 +109,13 @@ def test_a_publisher_learns_a_layout_with_the_number_of_partitions_that_it_knows
     check_names(platform, "a", "b", "c")
 
 
+@pytest.mark.parametrize("given", [list, iter])
 @pytest.mark.parametrize("limit", ["STRAIGHT_MOST", "STRAIGHT_BYTES"])
 def test_a_batch_that_is_too_large_goes_through_the_buffer_whole(
-    platform: EventSQL, monkeypatch: pytest.MonkeyPatch, limit: str
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch, limit: str, given: Callable[..., Iterable[Publication]]
 ) -> None:
     monkeypatch.setattr(batches, limit, MANY)
-    assert platform.publisher.publish_all(iter(batch("large", 500))) == 500
+    assert platform.publisher.publish_all(given(batch("large", 500))) == 500
     assert values(platform) == []
     platform.transfer.run_once()
     check_order(platform.reader.read("orders"), [f"large.{number}" for number in range(500)])
