@@ -22,7 +22,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from eventsql_orchestration import Acknowledgement, BufferedPublisher, EventSQL, Publication, Topic
+from eventsql_orchestration import NOT_PARTITIONED, Acknowledgement, BufferedPublisher, EventSQL, Publication, Topic
 from eventsql_orchestration.errors import (
     DatabaseBusyError,
     DatabaseError,
@@ -312,6 +312,18 @@ def test_an_acknowledgement_tells_the_partition_and_the_offset_where_it_is_known
     for number, acknowledgement in enumerate(given):
         event = found[b"%d" % number]
         assert acknowledgement.result() == (event.partition, event.id if known else None)
+
+
+def test_an_acknowledgement_tells_the_partition_beside_events_of_another_topic(opened: Open) -> None:
+    publisher = opened(max_age=NEVER, flushes=1)
+    given = [
+        publisher.publish(each)
+        for number in range(PARTITIONS)
+        for each in (order(b"", partition=number), Publication("payments", b""))
+    ]
+    publisher.flush()
+    expected = [each for number in range(PARTITIONS) for each in (number, NOT_PARTITIONED)]
+    assert [acknowledgement.result().partition for acknowledgement in given] == expected
 
 
 def test_an_event_that_a_trigger_refuses_at_the_commit_fails_alone(
@@ -617,6 +629,17 @@ def test_flush_waits_for_what_was_given_and_says_when_it_takes_too_long(
     assert sorted(published(platform)) == [b"0", b"1", b"2", b"3"]
 
 
+def test_flush_does_not_wait_for_what_is_given_later(opened: Open, hold: Hold, until_blocked: UntilBlocked) -> None:
+    publisher = opened(max_age=NEVER, flushes=1)
+    with hold():
+        publisher.publish(order(b"one"))
+        flushing = start_thread("flushing", publisher.flush)
+        until_blocked()
+        later = publisher.publish(order(b"later"))
+    flushing.join(PATIENCE)
+    assert (flushing.is_alive(), later.done()) == (False, False)
+
+
 def test_closing_commits_what_was_given_and_takes_no_more(platform: EventSQL, opened: Open) -> None:
     with opened(max_age=NEVER) as publisher:
         futures = [publisher.publish(order(b"")) for _ in range(10)]
@@ -646,6 +669,7 @@ def test_an_event_that_closing_does_not_wait_for_hears_whether_its_outcome_is_kn
     until(lambda: log(platform))
     assert [value for _, value in log(platform)] == [b"under way"]
     assert isinstance(under_way.exception(), PublisherClosedError)
+    publisher.flush(timeout=PATIENCE)
 
 
 def test_closing_refuses_an_event_that_waits_for_room(opened: Open, hold: Hold, until: Until) -> None:
@@ -861,6 +885,12 @@ def test_events_of_a_key_take_one_lane_whatever_their_partition_and_other_keys_t
     chosen = [lanes_of(str(number)) for number in range(100)]
     assert all(len(of_key) == 1 for of_key in chosen)
     assert len(set().union(*chosen)) > 1
+
+
+def test_all_events_of_a_topic_without_partitions_take_one_lane() -> None:
+    lanes: Lanes[None] = Lanes(Refusing(), BufferLimits(flushes=9), lambda *_: None)
+    events = [Publication("payments", b"", key=key) for key in map(str, range(20))]
+    assert len({lanes.assign(event, Topic("payments")).lane for event in events}) == 1
 
 
 def test_an_event_that_closing_gave_up_is_settled_once() -> None:
