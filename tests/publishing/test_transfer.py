@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest.mock import Mock
 
 import psycopg
 import pytest
@@ -33,8 +34,10 @@ from eventsql_orchestration.publishing.buffer_mover import Moved
 from eventsql_orchestration.publishing.log_writer import LogWriter
 from eventsql_orchestration.publishing.transfer import Transfer
 from eventsql_orchestration.storage import sequences
+from eventsql_orchestration.threads import start_thread
 from tests.forms import check_order, in_blocks, none_is, stored
 from tests.interrupting import interrupted
+from tests.waiting import PATIENCE
 
 if TYPE_CHECKING:
     from tests.fixtures import Said, SaidBy, Sessions, Terminate, Until, UntilBlocked
@@ -566,6 +569,20 @@ def test_the_loop_ends_between_batches_when_it_is_told_to(
     assert len(values(platform)) == 10
 
 
+def test_the_loop_ends_while_it_waits(
+    transfers: Callable[..., Transfer], until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "FIRST_DELAY", 1e6)
+    stop, moving = threading.Event(), transfers()
+    looked = Mock(wraps=moving._writer.look)
+    monkeypatch.setattr(moving._writer, "look", looked)
+    thread = start_thread("transfer", moving.run, stop, polling_delay=1e6)
+    until(lambda: looked.called)
+    stop.set()
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+
+
 def test_the_loop_is_woken(platform: EventSQL, transfers: Callable[..., Transfer], until: Until) -> None:
     stop, wake = threading.Event(), threading.Event()
     moved: list[dict[str, int]] = []
@@ -937,10 +954,31 @@ def test_a_topic_that_cannot_be_moved_is_one_line_in_the_log_until_it_is_moved(
         until(lambda: len(tried) > 3)
         session.execute(f"ALTER TABLE eventsql.{stored('orders')} DROP CONSTRAINT no_seven")
         until(lambda: values(platform) == ["seven"])
+        platform.publisher.publish(order("eight"))
+        until(lambda: values(platform) == ["seven", "eight"])
         stop.set()
         running.result()
     assert [each.levelname for each in caplog.records if each.name == transfer.__name__] == ["ERROR", "INFO"]
     assert f"the transfer of topic 'orders' goes on with {platform.database}" in caplog.text
+
+
+def test_another_refusal_of_a_topic_is_another_line_in_the_log(
+    platform: EventSQL, transfers: Callable[..., Transfer], session: Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    moving = transfers()
+    platform.publisher.publish(order("one"))
+    for kind in ("check_violation", "invalid_parameter_value"):
+        session.execute(
+            "CREATE OR REPLACE FUNCTION public.refuse() RETURNS trigger LANGUAGE plpgsql "
+            f"AS $$ BEGIN RAISE {kind} USING MESSAGE = '{kind}'; END $$"
+        )
+        session.execute(
+            f"CREATE OR REPLACE TRIGGER refusal BEFORE INSERT ON eventsql.{stored('orders')} "
+            "EXECUTE FUNCTION public.refuse()"
+        )
+        with pytest.raises(DatabaseError, match=f"stay in the buffer.*{kind}"):
+            moving.run_once()
+    assert [each.levelname for each in caplog.records if each.name == transfer.__name__] == ["ERROR"] * 2
 
 
 def test_a_refusal_that_comes_back_is_a_line_in_the_log_although_another_transfer_has_moved_the_events_of_the_first(
@@ -954,8 +992,9 @@ def test_a_refusal_that_comes_back_is_a_line_in_the_log_although_another_transfe
     def meet_a_refusal() -> None:
         session.execute(f"CREATE TRIGGER refusal BEFORE INSERT ON {log} EXECUTE FUNCTION public.refuse()")
         platform.publisher.publish(order("one"))
-        with pytest.raises(PermissionDeniedError):
+        with pytest.raises(PermissionDeniedError) as refused:
             moving.run_once()
+        assert isinstance(refused.value.__cause__, psycopg.Error)
         session.execute(f"DROP TRIGGER refusal ON {log}")
 
     meet_a_refusal()
