@@ -197,7 +197,7 @@ def _byte(value: Any) -> int:
 
 def _float(value: Any) -> float:
     if isinstance(value, str) and value in _NOT_FINITE:
-        return float(value.replace("INF", "inf"))
+        return float(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise _MismatchError(f"{_shown(value)} is not a number")
     try:
@@ -208,13 +208,13 @@ def _float(value: Any) -> float:
 
 def _decimal(value: Any, precision: int, scale: int) -> Decimal:
     text = value.text if isinstance(value, _Number) else value
-    if isinstance(value, bool) or not isinstance(text, int | str) or _DECIMAL.fullmatch(str(text)) is None:
+    if not isinstance(text, int | str) or _DECIMAL.fullmatch(str(text)) is None:
         raise _MismatchError(f"{_shown(value)} is not a number")
     try:
         number = _ROUNDING.quantize(Decimal(text), Decimal(1).scaleb(-scale))
     except InvalidOperation:
         number = None
-    if number is None or (number and number.adjusted() >= precision - scale):
+    if number is None or number.adjusted() >= precision - scale:
         raise _MismatchError(f"{_shown(value)} is not a number of {precision} digits, {scale} of them after the point")
     return number
 

@@ -81,7 +81,7 @@ def even_tasks(ranges: Sequence[Occupied], tasks: int) -> list[list[tuple[int, I
         for number, bounds in enumerate(pairwise([each.after, *_edges(each, shares), each.upto]), start):
             found[number].append((index, bounds))
         before += each.events
-    return [parts for parts in found if parts]
+    return found
 
 
 def _edges(occupied: Occupied, wanted: Sequence[int]) -> Iterator[int]:

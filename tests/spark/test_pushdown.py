@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.datasource import (
+    EqualNullSafe,
     EqualTo,
     Filter,
     GreaterThan,
+    GreaterThanOrEqual,
     In,
     IsNotNull,
+    LessThan,
     LessThanOrEqual,
     Not,
     StringContains,
@@ -133,6 +136,24 @@ def test_filters_narrow_what_is_planned(platform: EventSQL, dsn: str, orders: st
     )
     assert left == [IsNotNull(("topic",))]
     assert ranges_of(reader.partitions()) == [OffsetRange("orders", 1, 100, 200), OffsetRange("orders", 3, 100, 200)]
+
+
+@pytest.mark.parametrize(
+    ("condition", "wanted"),
+    [
+        (GreaterThan(("offset",), 990), range(991, 1_001)),
+        (GreaterThanOrEqual(("offset",), 991), range(991, 1_001)),
+        (LessThan(("offset",), 11), range(1, 11)),
+        (LessThanOrEqual(("offset",), 10), range(1, 11)),
+        (EqualTo(("offset",), 7), [7]),
+        (EqualNullSafe(("offset",), 7), [7]),
+        (In(("offset",), (9, 3)), [3, 9]),
+    ],
+)
+def test_a_filter_on_offsets_is_exact(dsn: str, orders: str, condition: Filter, wanted: Sequence[int]) -> None:
+    reader, left = filtering(dsn, condition)
+    assert left == []
+    assert offsets_read(reader) == [*wanted]
 
 
 def test_a_topic_without_partitions_has_its_events_in_partition_minus_one(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from bisect import bisect_left
 from collections.abc import Callable
 from datetime import UTC, date, datetime
@@ -69,8 +70,12 @@ DOCUMENTS = [
     '{"rider": [1], "name": "kept"}',
     ' {"id": 5} ',
     '{"exact": 3}',
+    '{"price": "-INF"}',
+    '{"price": "1.5", "name": "kept"}',
+    '{"price": true, "name": "kept"}',
     '{"small": 200, "name": "wrapped"}',
     '{"small": 255, "name": "wrapped"}',
+    '{"small": 127, "name": "kept"}',
     '{"small": 256, "name": "kept"}',
     '{"small": -129, "name": "kept"}',
     '{"exact": 1.005, "name": "rounded up"}',
@@ -149,6 +154,8 @@ def test_a_value_that_does_not_fit_is_named_in_mode_failfast(
         (pa.map_(pa.string(), pa.int64()), r'{"\ud800": 1}'),
         (pa.timestamp("us", tz="UTC"), '"0001-01-01T00:00:00+14:00"'),
         (pa.timestamp("us", tz="UTC"), "1" + 30 * "0"),
+        (pa.float64(), "1" + 400 * "0"),
+        (pa.decimal128(38, 10), "1e100"),
     ],
 )
 def test_no_value_that_json_allows_stops_a_read(kind: pa.DataType, value: str) -> None:
@@ -196,6 +203,16 @@ def test_times_that_from_json_does_not_read_stop_no_stream(kind: pa.DataType, te
     assert decoder.decode(pa.array([f'{{"field": "{text}"}}'.encode()]), "orders", [7]).to_pylist() == [
         {"field": expected}
     ]
+
+
+def test_a_time_without_a_zone_is_in_utc_wherever_the_task_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = ValueDecoder(pa.struct([("field", pa.timestamp("us", tz="UTC"))]), fail_fast=True)
+    with monkeypatch.context() as changed:
+        changed.setenv("TZ", "Asia/Tokyo")
+        time.tzset()
+        found = decoder.decode(pa.array([b'{"field": "2026-01-31T10:00:00"}']), "orders", [7]).to_pylist()
+    time.tzset()
+    assert found == [{"field": datetime(2026, 1, 31, 10, tzinfo=UTC)}]
 
 
 @pytest.mark.parametrize("fail_fast", [False, True])
