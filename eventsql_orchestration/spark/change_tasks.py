@@ -59,7 +59,6 @@ def read_changes(source: Source, wanted: ChangeRange, columns: Sequence[str]) ->
     with read_errors(source, f"changes {wanted.after} to {wanted.upto}"), CopyConnection(source.dsn) as connection:
         # One snapshot for the era and for the changes.
         connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
-        connection.execute("SET LOCAL TIME ZONE 'UTC'")
         era = [row for batch in connection.batches(wanted.era_query) for row in batch.column(0).to_pylist()]
         if era != [wanted.era]:
             raise DatabaseError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -93,6 +94,9 @@ def test_a_read_has_the_changes_below_the_horizon_in_their_order(
     place = store.read_all(limit=6)[-1].checkpoint
     assert numbers(read_changes(numPartitions=tasks, afterCheckpoint=place)) == expected[6:]
     assert numbers(read_changes(numPartitions=tasks, uptoCheckpoint=place)) == expected[:6]
+    among_adopted = store.read_all(limit=2)[-1].checkpoint
+    assert numbers(read_changes(numPartitions=tasks, afterCheckpoint=among_adopted)) == expected[2:]
+    assert numbers(read_changes(numPartitions=tasks, uptoCheckpoint=among_adopted)) == expected[:2]
     assert numbers(read_changes(numPartitions=tasks, aggregates='["rider, tall"]')) == [("7", 1)]
     assert read_changes(numPartitions=tasks, kinds="other") == []
     with pytest.raises(ValidationError):
@@ -100,6 +104,15 @@ def test_a_read_has_the_changes_below_the_horizon_in_their_order(
     assert read_changes(afterCheckpoint=place, uptoCheckpoint=place) == []
     with pytest.raises(ValidationError, match=r"option uptoCheckpoint: .* lies before afterCheckpoint"):
         read_changes(afterCheckpoint=place, uptoCheckpoint=store.read_all(limit=5)[-1].checkpoint)
+
+
+@pytest.mark.parametrize("option", ["afterCheckpoint", "uptoCheckpoint"])
+def test_a_checkpoint_of_another_store_is_refused(
+    store: Store, read_changes: Callable[..., list[dict[str, Any]]], option: str
+) -> None:
+    put(store, "1", 1)
+    with pytest.raises(DatabaseError, match="another server"):
+        read_changes(**{option: replace(store.checkpoint_of("order", "1", 1), era="another")})
 
 
 def test_tasks_are_even(store: Store, dsn: str) -> None:
