@@ -663,7 +663,7 @@ def test_the_capture_that_is_dropped_is_of_the_table_that_has_the_name_after_a_c
         changing.commit()
         with pytest.raises(CaptureError, match="is not captured") if left else nullcontext():
             dropping.result()
-    assert [(each.table, each.problem) for each in orders.captures.list()] == [(name, None) for name in left]
+    assert [each.table for each in orders.captures.list()] == left
 
 
 def test_a_capture_waits_for_writers_and_gives_up(
