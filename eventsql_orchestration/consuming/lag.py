@@ -92,10 +92,8 @@ class LagReader:
     def _backlogs(self, topic: str, places: set[Place]) -> dict[Place, Backlog]:
         with self._database.connection() as connection:
             ends = self._logs.ends(connection, topic, {partition for partition, _ in places})
-            found = {(partition, after): Backlog(0, 0.0, ends[partition]) for partition, after in places}
-            # Measured with 1,000 topics and no events left: 1.0 s of the server instead of 4.2.
-            behind = {(partition, after) for partition, after in places if after < ends[partition]}
-            waiting = self._logs.waiting(connection, topic, behind) if behind else {}
+            waiting = self._logs.waiting(connection, topic, places, ends)
+            found: dict[Place, Backlog] = {}
             for (partition, after), own in waiting.items():
                 events = own.total
                 if events is None:

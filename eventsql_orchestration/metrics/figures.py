@@ -92,7 +92,7 @@ class Figures:
 class FiguresReader:
     """Reads the figures of one database.
 
-    A reading has eleven statements, three or four more with subscriptions, and two or three for each topic.
+    A reading has eleven statements, three or four more with subscriptions, and two to four for each topic.
     """
 
     def __init__(self, database: Database) -> None:
@@ -127,7 +127,7 @@ class FiguresReader:
             places: dict[str, set[Place]] = defaultdict(set)
             for state in states:
                 places[state.topic].add((state.partition, state.last_event_id))
-            waiting = {name: self._logs.waiting(connection, name, places[name]) for name in readable if name in places}
+            waiting = {name: self._waiting(connection, name, places[name]) for name in readable if name in places}
             letters = {
                 name: self._logs.open_letters(connection, name + DEAD_LETTER_SUFFIX)
                 for name in readable
@@ -150,6 +150,10 @@ class FiguresReader:
             tuple(subscriptions),
             tuple(queues),
         )  # fmt: skip
+
+    def _waiting(self, connection: Connection, topic: str, places: set[Place]) -> dict[Place, Waiting]:
+        ends = self._logs.ends(connection, topic, {partition for partition, _ in places})
+        return self._logs.waiting(connection, topic, places, ends)
 
     def _subscription_lags(self, connection: Connection) -> list[SubscriptionLag]:
         """The lag of the event store's subscriptions; none if the role may not read them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -50,7 +50,7 @@ class Waiting:
 
 
 class LogMetrics:
-    """Reads figures of logs, each method with one statement."""
+    """Reads figures of logs, each method with one statement at most."""
 
     def __init__(self, schema: str) -> None:
         self._schema = schema
@@ -68,12 +68,21 @@ class LogMetrics:
         """The figures of a topic's log."""
         return LogFigures(*fetch_one(connection, self._queries.on(connection, "log", topic), prepare=False))
 
-    def waiting(self, connection: Connection, topic: str, places: Collection[Place]) -> dict[Place, Waiting]:
-        """The events that wait at each of the places."""
-        partitions, offsets = [partition for partition, _ in places], [after for _, after in places]
+    def waiting(
+        self, connection: Connection, topic: str, places: Collection[Place], ends: Mapping[int, int]
+    ) -> dict[Place, Waiting]:
+        """The events that wait at each of the places. `ends` has the newest offsets of their partitions.
+
+        Measured with 1,000 topics and no events left: the ends take 1.0 s of the server, and this statement 3.2.
+        """
+        found = dict.fromkeys(places, Waiting(0, 0, 0, 0, 0.0))
+        behind = [(partition, after) for partition, after in places if after < ends[partition]]
+        if not behind:
+            return found
+        partitions, offsets = [partition for partition, _ in behind], [after for _, after in behind]
         values = {"partitions": partitions, "offsets": offsets, "most": COUNTED}
         rows = fetch_all(connection, self._queries.on(connection, "waiting", topic), values, prepare=False)
-        return {
+        return found | {
             (partition, after): Waiting(events, total, furthest or 0, first or 0, max(0.0, seconds or 0.0))
             for partition, after, events, total, furthest, first, seconds in rows
         }
