@@ -133,7 +133,9 @@ def is_behind(session: Connection, topic: str, **wanted: Any) -> bool:
 
 def left(session: Connection, topic: str, *places: Place) -> dict[Place, object]:
     """All but the seconds, which pass."""
-    found = LogMetrics(SCHEMA).waiting(session, topic, places)
+    logs = LogMetrics(SCHEMA)
+    ends = logs.ends(session, topic, {partition for partition, _ in places})
+    found = logs.waiting(session, topic, places, ends)
     return {place: (each.events, each.total, each.furthest, each.first) for place, each in found.items()}
 
 
