@@ -9,7 +9,7 @@ from itertools import repeat
 from typing import Final
 
 from eventsql_orchestration.boundary import checked, checks_itself
-from eventsql_orchestration.errors import EventSQLError, ValidationError
+from eventsql_orchestration.errors import EventSQLError, PublisherClosedError, ValidationError
 from eventsql_orchestration.forks import ProcessLock
 from eventsql_orchestration.model import Placement, Publication
 from eventsql_orchestration.publishing.batches import check_publication
@@ -36,6 +36,9 @@ class Collector:
         """Give one event. Its acknowledgement is done when the event is committed or has failed."""
         check_publication(publication)
         seconds = None if timeout is None else check_seconds("timeout", timeout, zero=True)
+        if self._lanes.closed:
+            # Before the look-up of the topic: the platform may be closed too, and says so by another error.
+            raise PublisherClosedError
         event = self._lanes.assign(publication, self._registry.cached_topic(publication.topic))
         acknowledgement = Acknowledgement()
         self._lanes.put(event, acknowledgement, timeout=seconds)

@@ -146,6 +146,11 @@ class Lanes(Generic[Acknowledged]):
         lane = (hash(topic.name) + number) % len(self._lanes)
         return QueuedEvent(publication, copy_format.size(publication), lane)
 
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no more events."""
+        return self._closed
+
     def put(self, event: QueuedEvent, acknowledged: Acknowledged, *, timeout: float | None = None) -> None:
         """Give an event to its lane as soon as there is room.
 

@@ -35,6 +35,7 @@ from eventsql_orchestration.publishing.buffer_limits import BufferLimits
 from eventsql_orchestration.publishing.lanes import Lanes
 from eventsql_orchestration.publishing.placements import Placements
 from eventsql_orchestration.threads import Wake, in_thread, start_thread
+from eventsql_orchestration.topics import registry
 from eventsql_orchestration.topics.partitioner import partition_of_key
 from tests.forms import none_is, stored
 from tests.interrupting import interrupted
@@ -698,13 +699,15 @@ def test_no_thread_runs_before_the_first_event_or_after_closing(opened: Open) ->
 
 
 def test_closing_the_platform_commits_and_transfers_what_its_publishers_were_given(
-    dsn: str, platform: EventSQL
+    dsn: str, platform: EventSQL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with EventSQL(dsn) as publishing:
         publisher = publishing.buffered_publisher(max_age=NEVER)
         future = publisher.publish(order(b"last"))
     assert future.exception(0) is None
     assert platform.reader.count("orders") == 1
+    # The publisher would look up the topic again in a database that is closed.
+    monkeypatch.setattr(registry, "CACHE_SECONDS", 0.0)
     with pytest.raises(PublisherClosedError):
         publisher.publish(order(b""))
 
