@@ -259,17 +259,18 @@ def test_the_server_outlives_the_process_that_started_it(postgres: EmbeddedPostg
 
 
 def test_a_process_killed_amid_initdb_leaves_nothing_in_the_way(fresh: EmbeddedPostgres, until: Until) -> None:
-    def begun() -> list[Path]:
-        return list(fresh.directory.glob(".eventsql-initdb-*/data/base"))
-
     starter = start_in_another_process(fresh)
-    until(lambda: begun() or starter.poll() is not None)
-    while not begun():
-        # It was ready between two looks.
-        starter.communicate()
-        fresh.destroy()
-        starter = start_in_another_process(fresh)
-        until(lambda: begun() or starter.poll() is not None)
+
+    def begun() -> bool:
+        """Whether initdb runs. After one that ended between two looks, another is started."""
+        nonlocal starter
+        if starter.poll() is not None:
+            starter.communicate()
+            fresh.destroy()
+            starter = start_in_another_process(fresh)
+        return bool(list(fresh.directory.glob(".eventsql-initdb-*/data/base")))
+
+    until(begun)
     kill(starter)
     server = fresh.start()
     assert query(server.dsn, "SELECT 1") == [(1,)]
