@@ -116,8 +116,8 @@ class Lanes(Generic[Acknowledged]):
         self._max_age = in_seconds(limits.max_age)
         self._settle = settle
         # If the buffer is full and nothing is being flushed, at least one lane has enough for a flush.
-        self._flush_events = max(1, min(limits.max_events, limits.max_pending_events // limits.flushes))
-        self._flush_bytes = max(1, min(limits.max_bytes, limits.max_pending_bytes // limits.flushes))
+        self._flush_events = min(limits.max_events, limits.max_pending_events // limits.flushes)
+        self._flush_bytes = min(limits.max_bytes, limits.max_pending_bytes // limits.flushes)
         self._closed = False
         self._given_up = False
         self._after_fork()
