@@ -367,6 +367,38 @@ def test_a_fill_ends_while_another_process_begins_the_rebuild_anew(store: Store,
     assert sums(store) == {"1": (1, 1)}
 
 
+def test_a_fill_that_another_process_has_begun_again_is_not_taken_for_whole(
+    store: Store, projections: Projections
+) -> None:
+    def fail(_filling: Filling) -> None:
+        raise ZeroDivisionError
+
+    def fill(_filling: Filling) -> None:
+        with pytest.raises(ZeroDivisionError):
+            Projections(store, [Sums()]).rebuild("sums", fill=fail)
+
+    put(store, "1", 1)
+    with pytest.raises(ProjectionError, match="has begun to fill"):
+        projections.rebuild("sums", fill=fill)
+    assert projections.rebuild("sums") == 1
+    assert sums(store) == {"1": (1, 1)}
+
+
+def test_a_rebuild_applies_nothing_to_tables_that_another_process_fills(store: Store, projections: Projections) -> None:
+    """The other process begins between two steps of the rebuild."""
+    steps, each = projections._steps, projections._named("sums")
+
+    def fill(_filling: Filling) -> None:
+        for step in (steps.apply_batch, steps.swap):
+            with pytest.raises(ProjectionError, match="fills projection 'sums' in bulk"):
+                step(each, 10)
+        raise ZeroDivisionError
+
+    put(store, "1", 1)
+    with pytest.raises(ZeroDivisionError):
+        projections.rebuild("sums", fill=fill)
+
+
 def test_an_interrupted_rebuild_goes_on_where_it_was(store: Store, projections: Projections) -> None:
     put(store, "1", *range(5))
 
