@@ -23,6 +23,7 @@ from eventsql_orchestration.errors import (
     ValidationError,
 )
 from eventsql_orchestration.store import Change, RecordedChange, Store, Subscription, SubscriptionOptions
+from eventsql_orchestration.store.change import StoreCheckpoint
 from eventsql_orchestration.store.order import GlobalOrder
 from eventsql_orchestration.store.subscription import FAULT_DELAY, Progress
 from eventsql_orchestration.threads import start_thread
@@ -490,11 +491,14 @@ def test_an_outage_is_one_line_in_the_log_of_a_subscription(
     monkeypatch.setattr("eventsql_orchestration.store.subscription.FAULT_DELAY", 0.01)
     subscription, stop, outages = subscribed(store), threading.Event(), ["gone"] * 3
 
+    looks = iter([True, True, False])
+
     def away() -> Progress:
         if outages:
             raise DatabaseUnavailableError(outages.pop())
-        stop.set()
-        return Progress()
+        if not next(looks):
+            stop.set()
+        return Progress(more=True)
 
     monkeypatch.setattr(subscription, "run_once", away)
     with caplog.at_level(logging.INFO, "eventsql_orchestration.store.subscription"):
@@ -546,6 +550,41 @@ def test_a_subscription_that_fails_waits_longer_than_between_two_looks(
     monkeypatch.setattr(subscription._wake, "wait", wait)
     subscription.run(stop)
     assert waits == [FAULT_DELAY, SubscriptionOptions().polling_delay]
+
+
+def test_a_failed_change_is_due_before_the_next_look(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    hour = SubscriptionOptions(polling_delay=3_600.0)
+    subscription = store.subscribe("mailer", effect, background=False, options=hour)
+    stop, waits = threading.Event(), list[float]()
+
+    def wait(seconds: float) -> bool:
+        waits.append(seconds)
+        stop.set()
+        return False
+
+    monkeypatch.setattr(subscription, "run_once", lambda: Progress(due_in=2.0))
+    monkeypatch.setattr(subscription._wake, "wait", wait)
+    subscription.run(stop)
+    assert waits == [2.0]
+
+
+def test_a_program_that_ends_in_a_handler_is_no_failure_of_the_change(store: Store) -> None:
+    def ends(change: RecordedChange, connection: Connection) -> None:
+        effect(change, connection)
+        raise SystemExit(3)
+
+    put(store, "1", 1)
+    with pytest.raises(SystemExit):
+        subscribed(store, ends, max_attempts=1).run_once()
+    assert drain(subscribed(store)) == 1
+    assert store.dead_letters("mailer") == []
+
+
+def test_a_subscription_ends_when_its_database_is_closed(dsn: str, until: Until) -> None:
+    with Database(dsn) as database:
+        subscription = Store(database).subscribe("mailer", effect, options=SubscriptionOptions(polling_delay=0.01))
+        assert subscription.running
+    until(lambda: not subscription.running)
 
 
 def test_a_subscription_that_was_woken_waits_for_the_next_notification(
@@ -687,6 +726,23 @@ def test_a_database_that_goes_away_is_no_failure_of_a_redriven_letter(store: Sto
     (letter,) = store.dead_letters("mailer")
     assert (letter.attempts, "ValueError" in letter.failure) == (1, True)
     assert effects(store) == []
+
+
+def test_a_connection_that_is_lost_before_the_changes_are_read_is_no_failure_of_a_change(
+    store: Store, terminate: Terminate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest = GlobalOrder.newest
+
+    def cut_off(order: GlobalOrder, connection: Connection) -> StoreCheckpoint:
+        terminate(connection)
+        return newest(order, connection)
+
+    put(store, "1", 1)
+    subscription = subscribed(store)
+    with monkeypatch.context() as patched, pytest.raises(DatabaseUnavailableError):
+        patched.setattr(GlobalOrder, "newest", cut_off)
+        subscription.run_once()
+    assert drain(subscription) == 1
 
 
 def test_one_of_several_processes_has_a_subscription(store: Store) -> None:
@@ -875,4 +931,7 @@ def test_a_handler_that_would_never_run_is_refused(store: Store) -> None:
     for wrong in (later, None, lambda: None):
         with pytest.raises(ValidationError):
             subscribed(store, wrong)
+    for options in ({"batch": 0}, {"max_attempts": 0}, {"polling_delay": 0.0}):
+        with pytest.raises(ValidationError):
+            SubscriptionOptions(**options)
     assert store.subscriptions() == []
