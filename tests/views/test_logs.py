@@ -50,6 +50,7 @@ def test_the_newest_lines_come_first(database: Database, runs: LogsView) -> None
         "b", "error", "third", {"code": 7}, NOON + 2 * DAY,
     )  # fmt: skip
     assert newest == runs.search()[0] != runs.search()[1]
+    assert newest != "third"
     assert (str(newest.id) in repr(newest), hash(newest)) == (True, hash(runs.search()[0]))
 
 

@@ -374,6 +374,20 @@ def test_a_partition_whose_rights_and_owner_stay_and_one_with_a_trigger_is_left(
     assert session.execute(described, [CLOSED]).fetchone() == before
 
 
+def test_a_partition_that_may_be_replicated_is_left(views: Views, tracking: LogsView, session: Connection) -> None:
+    session.execute("CREATE PUBLICATION every_table FOR ALL TABLES")
+    assert views.sort(now=NEXT_DAY) == done(busy=1)
+    session.execute("DROP PUBLICATION every_table")
+    assert views.sort(now=NEXT_DAY) == done(1)
+
+
+def test_a_partition_with_a_view_on_it_is_left(views: Views, tracking: LogsView, session: Connection) -> None:
+    session.execute(f"CREATE VIEW mine AS SELECT * FROM eventsql.{CLOSED}")
+    assert views.sort(now=NEXT_DAY) == done(busy=1)
+    session.execute("DROP VIEW mine")
+    assert views.sort(now=NEXT_DAY) == done(1)
+
+
 def test_the_formats_of_the_session_do_not_change_the_bounds(
     database: Database, views: Views, tracking: LogsView, session: Connection
 ) -> None:

@@ -76,10 +76,15 @@ def test_entries_of_many_tenants_are_appended_in_one_call(database: Database, or
 
 @pytest.mark.parametrize(
     ("tenants", "error"),
-    [(["acme"], ValidationError), (["acme"] * 3, ValidationError), (["acme", "a\nb"], InvalidNameError)],
+    [
+        (["acme"], ValidationError),
+        (["acme"] * 3, ValidationError),
+        (["acme", "a\nb"], InvalidNameError),
+        ("a\nb", InvalidNameError),
+    ],
 )
 def test_tenants_that_do_not_fit_the_entries_are_refused_before_anything_is_written(
-    database: Database, orders: TimelineView, tenants: list[str], error: type[Exception]
+    database: Database, orders: TimelineView, tenants: str | list[str], error: type[Exception]
 ) -> None:
     with database.transaction() as connection, pytest.raises(error):
         orders.append(connection, [("1", {}, NOON)] * 2, tenant=tenants)
