@@ -221,6 +221,26 @@ def test_a_block_is_encoded_as_the_publisher_encodes_events(
     }
 
 
+def test_rows_of_many_topics_that_a_task_collects_are_written_once_and_in_their_order(
+    platform: EventSQL, source: Source
+) -> None:
+    # All topics together reach the bound on what is collected before one of them does. After that, one does.
+    topics = [f"topic_{number}" for number in range(6)]
+    rows = [(number, topics[number % 6 if number < 18 else 0]) for number in range(24)]
+    for topic in topics:
+        platform.registry.register_topic(Topic(topic))
+    batches = (
+        pa.record_batch({"topic": [topic], "value": [b"%d %s" % (number, bytes(BATCH_BYTES // 4))]})
+        for number, topic in rows
+    )
+    with Publications(source) as publications:
+        publications.publish(None, 0, [stage(publications.write_targets(None, {}), batches)])
+    platform.transfer.run_once()
+    for topic in topics:
+        found = [int(event.value[:2]) for event in platform.reader.read(topic) if event.value is not None]
+        assert found == [number for number, of in rows if of == topic]
+
+
 def test_rows_that_are_many_or_large_become_several_blocks() -> None:
     encoder = Encoder({"plain": -1}, "plain", {})
     for rows, size in ((2 * MOST_EVENTS + 1, 1), (9, MOST_BYTES // 2), (3, 2 * MOST_BYTES), (100, BATCH_BYTES // 20)):
