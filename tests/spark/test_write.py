@@ -408,6 +408,19 @@ def test_a_topic_that_is_redefined_meanwhile_stops_the_publication(platform: Eve
     assert values_in(platform, "fares") == []
 
 
+def test_a_topic_that_is_repartitioned_there_and_back_meanwhile_stops_the_publication(
+    platform: EventSQL, source: Source
+) -> None:
+    before = platform.registry.topic("fares").partitions
+    with Publications(source) as publications:
+        attempt = stage(publications.write_targets("fares", {}), [events(200)])
+        for partitions in (before + 1, before):
+            platform.repartitioner.repartition("fares", partitions)
+        with pytest.raises(RedefinitionError, match="'fares' was redefined"):
+            publications.publish("writer", 0, [attempt])
+    assert values_in(platform, "fares") == []
+
+
 def test_a_publication_under_way_keeps_its_topics_as_they_are(
     platform: EventSQL, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:

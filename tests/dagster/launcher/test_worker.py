@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import signal
 import socket
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import dagster as dg
 import pytest
@@ -32,6 +36,34 @@ def test_a_process_is_known_again_after_the_machine_got_another_name(
     monkeypatch.setattr(socket, "gethostname", lambda: "renamed")
     assert worker.is_here
     assert worker.is_alive()
+
+
+def test_no_other_process_and_no_other_run_is_taken_for_the_one_in_the_tag(process: subprocess.Popen[bytes]) -> None:
+    worker = Worker.of_process("run", process.pid)
+    assert Worker.of("another run", worker.tags()) is None
+    assert worker.started != Worker.of_process("run", os.getpid()).started
+    # The system has given the number to another process since.
+    former = replace(worker, started="0")
+    assert not former.is_alive()
+    assert not former.interrupt()
+
+
+def test_a_process_that_has_ended_is_not_alive_before_its_parent_asks(process: subprocess.Popen[bytes]) -> None:
+    worker = Worker.of_process("run", process.pid)
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert not worker.is_alive()
+
+
+def test_a_program_may_have_any_name(tmp_path: Path) -> None:
+    program = tmp_path / "a) Z b"
+    program.symlink_to(shutil.which("sleep") or "")
+    with subprocess.Popen(["sleep", "600"], executable=program) as process:
+        worker = Worker.of_process("run", process.pid)
+        alive = worker.is_alive()
+        process.kill()
+    assert worker.started.isdecimal()
+    assert alive
 
 
 def test_the_tag_of_a_process_is_hidden_and_the_tag_of_an_earlier_version_is_read(
