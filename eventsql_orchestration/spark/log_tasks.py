@@ -37,12 +37,9 @@ logger = logging.getLogger(__name__)
 
 _UNDEFINED_TABLE: Final = "42P01"
 
-_FIRST_TIME: Final = -62_135_596_800_000_000
-_LAST_TIME: Final = 253_402_300_799_999_999
-"""The first and the last time of Python, in µs since 1970."""
-
-_INFINITY: Final = -(2**63) + 946_684_800_000_000 - 1
-"""PostgreSQL's time `infinity` as ADBC gives it: 2^63 - 1 µs since 2000, which overflows in µs since 1970."""
+_TIMES: Final = struct.pack("=3q", -62_135_596_800_000_000, 253_402_300_799_999_999, -(2**63) + 946_684_800_000_000 - 1)
+"""In µs since 1970: the first and the last time of Python, and PostgreSQL's `infinity` as ADBC gives it, which is
+2^63 - 1 µs since 2000 and overflows."""
 
 _TEXT_MAP: Final = pa.map_(pa.string(), pa.string())
 
@@ -204,9 +201,11 @@ def _events(
 
 def _known_times(times: pa.Array) -> pa.Array:
     """The times, each as the nearest time that Python has, as in `Event`: other programs may write any time."""
+    # Without Python's objects: see `_repeated`.
+    first, last, infinity = pa.Int64Array.from_buffers(pa.int64(), 3, [None, pa.py_buffer(_TIMES)])
     numbers = times.cast(pa.int64())
-    numbers = pc.if_else(pc.equal(numbers, _INFINITY), _LAST_TIME, numbers)
-    return pc.max_element_wise(pc.min_element_wise(numbers, _LAST_TIME), _FIRST_TIME).cast(TYPES["timestamp"])
+    numbers = pc.if_else(pc.equal(numbers, infinity), last, numbers)
+    return pc.max_element_wise(pc.min_element_wise(numbers, last), first).cast(TYPES["timestamp"])
 
 
 def report_loss(what: str, *, fail: bool, shard: ReadShard | None) -> None:
