@@ -76,6 +76,10 @@ class FairPool(QueuePool):
     queue, the longest wait was 0.2 to 0.4 s.
     """
 
+    _sqla_logger_namespace = "sqlalchemy.pool.FairPool"
+    """SQLAlchemy keeps its own loggers at WARNING. Another name would show a program that logs at INFO each connection
+    that is closed."""
+
     _queue_class = _FairQueue
     _pool: _FairQueue
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import threading
 import traceback
@@ -389,6 +390,14 @@ def test_each_waiting_thread_gets_one_of_the_connections_that_are_given_back_at_
                 taken.close()
         for each in waiting:
             each.result(PATIENCE)
+
+
+def test_a_program_that_logs_at_info_sees_no_line_of_the_pool(dsn: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO), Database(dsn) as database:
+        pid_of(database)
+        with database.connection() as connection:
+            connection.close()
+    assert not [record for record in caplog.records if "Pool" in record.name]
 
 
 def test_ctrl_c_at_any_moment_of_waiting_for_a_connection_leaves_nobody_waiting() -> None:
