@@ -177,6 +177,18 @@ def test_the_list_shows_members(owner: EventSQL, login: Login, direct_dsn: str, 
     assert len(rows) == len(Roles(owner.database).states()) == 12
 
 
+def test_a_member_by_two_grants_is_listed_once(owner: EventSQL, login: Login, direct_dsn: str, prefix: str) -> None:
+    login("publisher")
+    with psycopg.connect(direct_dsn, autocommit=True) as connection:
+        group, member, grantor = (sql.Identifier(f"{prefix}_{name}") for name in ("publisher", "login_0", "admin"))
+        connection.execute(sql.SQL("GRANT {} TO {} WITH ADMIN OPTION").format(group, grantor))
+        connection.execute(sql.SQL("GRANT {} TO {} GRANTED BY {}").format(group, member, grantor))
+        result = _run(direct_dsn, "roles", "list", "--json")
+        connection.execute(sql.SQL("REVOKE {} FROM {} CASCADE").format(group, grantor))
+    rows = {row["role"]: row for row in json.loads(result.stdout)}
+    assert rows[f"{prefix}_publisher"]["members"] == [f"{prefix}_admin", f"{prefix}_login_0"]
+
+
 def test_creating_printing_and_dropping(dsn: str, direct_dsn: str, prefix: str) -> None:
     with EventSQL(dsn) as platform:
         platform.open()

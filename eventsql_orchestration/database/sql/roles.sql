@@ -7,10 +7,10 @@ FROM pg_class c
 WHERE c.oid = to_regclass(%(buffer)s);
 
 -- roles -- The roles of this installation: name, kind, topic, whether the server has the role, and which roles are members
--- of each.
+-- of each. PostgreSQL 16 and newer have a row for each grantor of a membership.
 SELECT a.eql_role, a.eql_kind, a.eql_topic, EXISTS (SELECT FROM pg_roles r WHERE r.rolname = a.eql_role),
        ARRAY(
-           SELECT pg_get_userbyid(m.member)
+           SELECT DISTINCT pg_get_userbyid(m.member)
            FROM pg_auth_members m JOIN pg_roles r ON r.oid = m.roleid
            WHERE r.rolname = a.eql_role
            ORDER BY 1
