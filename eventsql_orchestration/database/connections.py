@@ -171,7 +171,8 @@ def _refuse(given: object) -> NoReturn:
     kind = type(given)
     raise ValidationError(
         f"a psycopg or SQLAlchemy (postgresql+psycopg) connection is needed, not {kind.__module__}."
-        f"{kind.__qualname__}: for asyncio and other drivers, `publisher.statement(…)` makes an event's SQL"
+        f"{kind.__qualname__}: for asyncio and other drivers, `publisher.statement(…)` makes an event's SQL, "
+        "and the function `queue_send` sends a message"
     )
 
 

@@ -12,6 +12,7 @@ import pytest
 import sqlalchemy
 from psycopg import conninfo
 from psycopg.pq import TransactionStatus
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, create_async_engine
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 from eventsql_orchestration.database import Database
@@ -126,6 +127,14 @@ def test_the_error_for_a_session_says_to_pass_its_connection(database: Database,
         with database.callers(session.connection()) as joined:
             assert joined.execute("SELECT 1").fetchone() == (1,)
         session.close()
+
+
+def test_the_error_for_a_connection_of_asyncio_says_what_sends_an_event_or_a_message(database: Database) -> None:
+    engine = create_async_engine("postgresql+psycopg://")
+    given: Any
+    for given in (AsyncSession(engine), AsyncConnection(engine)):
+        with pytest.raises(ValidationError, match=r"statement.*event.*`queue_send`.*message"), database.callers(given):
+            pytest.fail("the block ran")
 
 
 @pytest.mark.parametrize("given", [None, "postgresql://", 7])
