@@ -33,8 +33,7 @@ _FUNCTION: Final = '''"""The function that handles the consumer's events."""
 
 from collections.abc import Sequence
 
-from eventsql_orchestration import Event
-from eventsql_orchestration.database import Connection
+from eventsql_orchestration import Connection, Event
 
 
 def consume(events: Sequence[Event], connection: Connection) -> None:
