@@ -74,6 +74,16 @@ def test_the_handler_that_awaits_runs_its_coroutines_in_the_event_loop(dsn: str,
     assert sorted(play(example, localhost=dsn)["notified"]) == sorted(map(str, range(20)))
 
 
+def test_the_example_of_a_script_handles_all_events_that_wait_and_ends(
+    dsn: str, platform: EventSQL, capsys: pytest.CaptureFixture[str]
+) -> None:
+    platform.registry.register_topic(Topic("order_placed", 1))
+    platform.publisher.publish_all([Publication("order_placed", b"")] * 1_001)
+    [example] = examples(SERVICES, '"nightly"')
+    play(example, localhost=dsn)
+    assert capsys.readouterr().out == "1000 orders\n1 orders\n"
+
+
 def test_the_example_of_a_test_passes(platform: EventSQL) -> None:
     [example] = examples(SERVICES, "test_each_order_is_counted_once")
     play(example)["test_each_order_is_counted_once"](platform)
