@@ -13,7 +13,7 @@ import pytest
 
 from eventsql_orchestration import EventSQL, Topic
 from eventsql_orchestration.capture import captures
-from eventsql_orchestration.database import Connection, driver_connection
+from eventsql_orchestration.database import Connection, Queries, driver_connection
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import (
     CaptureError,
@@ -30,6 +30,7 @@ from eventsql_orchestration.errors import (
 from eventsql_orchestration.shards.add_shard import ShardAddition
 from tests.capture.replay import differences, events
 from tests.fixtures import Sessions, UntilBlocked
+from tests.plans import custom_plan
 
 
 def prepare(platform: EventSQL) -> None:
@@ -561,6 +562,11 @@ def test_a_table_that_takes_the_name_of_a_captured_table_is_a_problem_until_it_i
         ("public.former", None),
         ("public.orders", None),
     ]
+
+
+def test_the_table_that_took_a_name_is_found_by_an_index(orders: EventSQL, session: Connection) -> None:
+    session.execute("SET enable_seqscan = off")
+    assert "relname = (parse_ident" in custom_plan(session, Queries("capture", "eventsql")("list"), {})
 
 
 @pytest.mark.parametrize("operations", [["insert", "update", "delete", "truncate"], ["insert", "update"]])

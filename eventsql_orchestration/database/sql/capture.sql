@@ -197,7 +197,7 @@ SELECT captured.eql_id, coalesce(quote_ident(c.nspname) || '.' || quote_ident(c.
        {hides_rows}, (
            SELECT captured.eql_table
            FROM pg_class other JOIN pg_namespace n ON n.oid = other.relnamespace
-           WHERE quote_ident(n.nspname) || '.' || quote_ident(other.relname) = captured.eql_table
+           WHERE n.nspname = (parse_ident(captured.eql_table))[1] AND other.relname = (parse_ident(captured.eql_table))[2]
              AND other.oid <> c.oid AND other.relkind::text = 'r'
              AND NOT EXISTS (
                  SELECT FROM {triggers} g WHERE g.tgrelid = other.oid AND g.arguments[3] = captured.eql_topic
