@@ -348,9 +348,9 @@ class Captures:
 
 
 def _lock(driver: psycopg.Connection[Any], table: Table, mode: str) -> None:
-    """Lock a table, unless it is dropped meanwhile."""
+    """Lock a table, unless it, or its schema, is dropped or renamed meanwhile."""
     name = sql.Identifier(table.schema, table.name)
-    with suppress(psycopg.errors.UndefinedTable), driver.transaction():
+    with suppress(psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName), driver.transaction():
         driver.execute(sql.SQL("LOCK TABLE {} IN {} MODE").format(name, sql.SQL(mode)))
 
 

@@ -634,15 +634,18 @@ def test_a_capture_describes_the_table_that_has_the_name_after_a_change_that_was
     assert platform.transfer.run_once() == {"changes": 1}
 
 
+@pytest.mark.parametrize(
+    "change", ["DROP TABLE app.orders", "DROP SCHEMA app CASCADE", "ALTER SCHEMA app RENAME TO old"]
+)
 def test_a_table_that_is_dropped_under_way_is_not_captured(
-    platform: EventSQL, sessions: Sessions, session: Connection, until_blocked: UntilBlocked
+    platform: EventSQL, sessions: Sessions, session: Connection, until_blocked: UntilBlocked, change: str
 ) -> None:
-    session.execute("CREATE TABLE orders (id integer PRIMARY KEY)")
+    session.execute("CREATE SCHEMA app; CREATE TABLE app.orders (id integer PRIMARY KEY)")
     platform.registry.register_topic(Topic("changes"))
     changing = sessions()
-    changing.execute("DROP TABLE orders")
+    changing.execute(f"LOCK app.orders; {change}".encode())
     with ThreadPoolExecutor(1) as executor:
-        capturing = executor.submit(platform.capture, "orders", "changes")
+        capturing = executor.submit(platform.capture, "app.orders", "changes")
         until_blocked()
         changing.commit()
         with pytest.raises(CaptureError, match="does not exist"):
