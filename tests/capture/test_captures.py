@@ -564,6 +564,21 @@ def test_a_table_that_takes_the_name_of_a_captured_table_is_a_problem_until_it_i
     ]
 
 
+@pytest.mark.parametrize(
+    ("made", "replaced_by"),
+    [
+        ("TABLE orders (id integer) PARTITION BY RANGE (id)", "public.orders"),
+        # Changes through the view are changes of the renamed table.
+        ("VIEW orders AS SELECT * FROM former", None),
+    ],
+)
+def test_a_table_with_partitions_may_take_the_name_but_no_view_does(
+    orders: EventSQL, session: Connection, made: str, replaced_by: str | None
+) -> None:
+    session.execute(f"ALTER TABLE orders RENAME TO former; CREATE {made}".encode())
+    assert [(each.table, each.replaced_by) for each in orders.captures.list()] == [("public.former", replaced_by)]
+
+
 def test_the_table_that_took_a_name_is_found_by_an_index(orders: EventSQL, session: Connection) -> None:
     session.execute("SET enable_seqscan = off")
     assert "relname = (parse_ident" in custom_plan(session, Queries("capture", "eventsql")("list"), {})

@@ -198,7 +198,7 @@ SELECT captured.eql_id, coalesce(quote_ident(c.nspname) || '.' || quote_ident(c.
            SELECT captured.eql_table
            FROM pg_class other JOIN pg_namespace n ON n.oid = other.relnamespace
            WHERE n.nspname = (parse_ident(captured.eql_table))[1] AND other.relname = (parse_ident(captured.eql_table))[2]
-             AND other.oid <> c.oid AND other.relkind::text = 'r'
+             AND other.oid <> c.oid AND other.relkind::text = ANY (ARRAY['r', 'p'])
              AND NOT EXISTS (
                  SELECT FROM {triggers} g WHERE g.tgrelid = other.oid AND g.arguments[3] = captured.eql_topic
              )
