@@ -408,11 +408,10 @@ def work(
     handler = handler[1:] if handler[0] == "--" and len(handler) > 1 else handler
     check_command(handler)
     with context.platform() as platform:
-        source = _existing(platform, name)
-        working = work_off(source, handler, workers=workers, drain=drain)
+        working = work_off(_existing(platform, name), handler, workers=workers, drain=drain)
         handled, failed = counted(working.handled, "message"), counted(working.failed, "receive")
-        dead = ""
-        if working.dead_letters:
-            why = advised("queue peek", str(source.definition().dead_letters))
-            dead = f", {counted(working.dead_letters, 'message')} given up: `{why}`"
+        dead = "".join(
+            f", {counted(number, 'message')} given up: `{advised('queue peek', letters)}`"
+            for letters, number in working.dead_letters.items()
+        )
         say(f"{handled} of queue {name!r} handled, {failed} failed{dead}")

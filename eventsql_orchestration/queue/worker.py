@@ -6,6 +6,7 @@ import logging
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from typing import Final, TypeAlias
@@ -112,8 +113,8 @@ class QueueWorkers(Running):
         """The number of messages that were handled and acknowledged."""
         self.failed = 0
         """The number of calls of the handler that failed."""
-        self.dead_letters = 0
-        """The number of messages that failed at their last receive."""
+        self.dead_letters: Counter[str] = Counter()
+        """The number of messages that failed at their last receive, by the queue of their dead letters."""
 
     def start(self) -> QueueWorkers:
         """Start the threads. Raises the errors of the queue's first use."""
@@ -268,7 +269,7 @@ class QueueWorkers(Running):
             _note_held([message], failure)
         if dead_letters is not None:
             with self._lock:
-                self.dead_letters += 1
+                self.dead_letters[dead_letters] += 1
         logger.warning(
             "message %s of queue %r failed at its receive %s, %s: %s",
             message.id, self._queue.name, message.receives, after_failure(pause, dead_letters), reason,

@@ -249,6 +249,24 @@ def test_a_ctrl_c_after_sigterm_gives_the_message_of_the_killed_program_back_bef
     assert (message.receives, message.state != "in flight") == (1, True)
 
 
+def test_a_queue_that_is_deleted_during_the_last_message_stays_deleted(
+    start: Start, database: Database, directory: Path
+) -> None:
+    Queue(database, "jobs", max_receives=1).send_all([b"bad", b"slow"])
+    os.mkfifo(directory / "go")
+    program = "grep -q bad && exit 1; echo begun >&2; exec cat go"
+    process = start("queue", "work", "jobs", "sh", "-c", program, process_group=0)
+    assert process.stderr is not None
+    assert b"begun\n" in process.stderr
+    os.killpg(process.pid, signal.SIGINT)
+    assert "waiting for 1 message" in line(process)
+    Queue(database, "jobs").delete(force=True)
+    (directory / "go").open("w").close()
+    _, errors = process.communicate(timeout=PATIENCE)
+    assert b"1 message given up: `eventsql queue peek jobs_dead`" in errors
+    assert [each.name for each in list_queues(database)] == ["jobs_dead"]
+
+
 def test_ctrl_z_stops_the_program_with_the_command_and_ctrl_c_says_for_what_it_waits_and_lets_the_program_end(
     start: Start, database: Database, directory: Path, until: Until
 ) -> None:
