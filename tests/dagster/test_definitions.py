@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import dagster as dg
@@ -268,6 +269,10 @@ def generating(events: Any, connection: Connection) -> Any:
     yield
 
 
+class Handler:
+    def __call__(self, events: Any, connection: Connection) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -276,6 +281,8 @@ def generating(events: Any, connection: Connection) -> Any:
         (without_annotation, "parameter stranger that is neither"),
         (asynchronous, "is asynchronous"),
         (generating, "is a generator function"),
+        (partial(with_a_stranger, stranger=1), "is not a function"),
+        (Handler(), "is not a function"),
     ],
 )
 def test_a_function_that_cannot_be_called_is_refused_when_it_is_defined(

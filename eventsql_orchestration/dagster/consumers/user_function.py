@@ -29,9 +29,12 @@ class UserFunction:
         """Read the signature of a function that takes `required`, and optionally `context` and resources.
 
         Raises `DagsterInvalidDefinitionError` if a required parameter is missing, if a parameter is neither an argument
-        nor annotated as a resource, and for a coroutine or generator function, which would never run.
+        nor annotated as a resource, for a coroutine or generator function, which would never run, and for an object
+        without a name, such as a `functools.partial`.
         """
-        name = getattr(function, "__name__", repr(function))
+        name = getattr(function, "__name__", None)
+        if name is None:
+            raise dg.DagsterInvalidDefinitionError(f"{function!r} is not a function: define one that calls it")
         try:
             check_runs(function)
         except ValidationError as error:
