@@ -87,6 +87,18 @@ def test_a_range_is_consumed_and_published_once(bench: Workbench, metadata: Meta
     assert sums(bench) == [b"40"]
 
 
+def test_a_run_that_has_no_claim_materializes_no_topic(bench: Workbench) -> None:
+    """Otherwise an input with the topic's last materialization would find no publication there."""
+    definition = define(total)
+    bench.publish("rides", 3)
+    requested = bench.request(definition)
+    first, again = bench.run(definition, requested), bench.run(definition, requested)
+    assert [event.asset_key for event in first.get_asset_materialization_events()] == [
+        definition.key, topic_key("sums"),
+    ]  # fmt: skip
+    assert [event.asset_key for event in again.get_asset_materialization_events()] == [definition.key]
+
+
 def test_a_function_that_does_not_commit_fails_its_run_and_the_range_stays(bench: Workbench) -> None:
     definition = define(forget)
     ids = bench.publish("rides", 3)

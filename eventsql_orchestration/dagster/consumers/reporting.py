@@ -107,7 +107,10 @@ def _dead_letters(drained: Drained) -> dg.MetadataValue:
 def results(
     key: dg.AssetKey, consumer: Consumer, publishes: Sequence[dg.AssetKey], drained: Drained
 ) -> Iterator[tuple[dg.AssetKey, dict[str, Any]]]:
-    """The metadata of a run's asset, and of each topic that the run publishes to."""
+    """The metadata of a run's asset and, if the run had a claim, of each topic that it publishes to.
+
+    A materialization of a topic without events would hide the last publication from inputs that read it.
+    """
     topics = {topic: topic.path[-1] for topic in publishes}
     partitions = {claim.range.partition for claim, _ in drained.claims} - {NOT_PARTITIONED}
     metadata: dict[str, Any] = {
@@ -124,8 +127,9 @@ def results(
     if (note := drained.lost or drained.note) is not None:
         metadata["note"] = note
     yield key, metadata
-    for topic, name in topics.items():
-        yield topic, add_up(drained.said, name)
+    if drained.claims:
+        for topic, name in topics.items():
+            yield topic, add_up(drained.said, name)
 
 
 @contextmanager
