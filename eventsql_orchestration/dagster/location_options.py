@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import UnionType
 from typing import Any, Final, TypeAlias, TypedDict
 
 import dagster as dg
@@ -23,6 +24,14 @@ Prepare: TypeAlias = Callable[[Shard], object]
 for the only database."""
 
 GivenAsset: TypeAlias = dg.AssetsDefinition | dg.AssetSpec
+
+_KINDS: Final[Mapping[str, type | UnionType]] = {
+    "eventsql": EventSQLResource | None,
+    "lag": LagLimits | None,
+    "queue_lag": QueueLimits | None,
+    "sample": TopicSample,
+    "history": HistoryRetention | None,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +62,8 @@ class LocationOptions:
     - `sample`: the last events that the page of a topic shows if no consumer publishes to the topic.
     - `history`: how long housekeeping keeps old history. None stands for the defaults of `HistoryRetention`.
 
-    Raises `ValidationError` for topics, assets or workers that are a generator: it would give them only once.
+    Raises `ValidationError` for fields of other kinds, and for topics, assets or workers that are a generator: it would
+    give them only once.
     """
 
     topics: Sequence[Topic] = ()
@@ -76,7 +86,12 @@ class LocationOptions:
     def __post_init__(self) -> None:
         for name in ("topics", "assets", "workers"):
             check_several(name, getattr(self, name), Collection)
-        check_kind("eventsql", self.eventsql, EventSQLResource | None)
+        for topic in self.topics:
+            check_kind("each of topics", topic, Topic)
+        for asset in self.assets:
+            check_kind("each of assets", asset, GivenAsset)
+        for name, kind in _KINDS.items():
+            check_kind(name, getattr(self, name), kind)
 
 
 class LocationFields(TypedDict, total=False):

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import dagster as dg
 
-from eventsql_orchestration.dagster.topics import Dependencies
+from eventsql_orchestration.dagster.topics import Dependencies, dependencies
 from eventsql_orchestration.store import Projection
 from eventsql_orchestration.store.projection_definition import subscription_of
 from eventsql_orchestration.validation import age, check_name
@@ -27,14 +27,14 @@ def store_asset(
 ) -> dg.AssetSpec:  # fmt: skip
     """The event store as an external asset, `event_store`: services append to it."""
     return dg.AssetSpec(
-        STORE_KEY, deps=list(deps), description=description or "Changes of aggregates, in their order.",
+        STORE_KEY, deps=dependencies(deps), description=description or "Changes of aggregates, in their order.",
         owners=list(owners), group_name=group_name, kinds={"postgresql"}, tags=dict(tags or {}),
     )  # fmt: skip
 
 
 def _upstream(deps: Dependencies | None) -> list[Any]:
     """The given assets; the event store if none are given."""
-    return [STORE_KEY] if deps is None else list(deps)
+    return [STORE_KEY] if deps is None else dependencies(deps)
 
 
 def subscription_asset(
@@ -99,7 +99,7 @@ def view_asset(
         name: age(value) if isinstance(value, float) else value for name, value in definition.described().items()
     }
     return dg.AssetSpec(
-        view_key(definition), deps=list(deps),
+        view_key(definition), deps=dependencies(deps),
         description=description or f"{definition.kind.capitalize()} {definition.name}.",
         metadata={
             "table": definition.table, "retention": retention, "period": age(definition.period.total_seconds()),

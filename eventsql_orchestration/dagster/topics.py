@@ -23,7 +23,7 @@ from eventsql_orchestration.errors import (
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, Topic, check_topic_name
 from eventsql_orchestration.orchestration.shards import shards_of
 from eventsql_orchestration.storage.reading import LogReader
-from eventsql_orchestration.validation import check_kind
+from eventsql_orchestration.validation import check_kind, check_several
 
 TOPIC_PREFIX: Final = "topic"
 TABLE_PREFIX: Final = "table"
@@ -42,6 +42,12 @@ Dependencies: TypeAlias = Iterable[dg.AssetKey | dg.AssetSpec | dg.AssetsDefinit
 
 Columns: TypeAlias = Mapping[str, str] | Sequence[dg.TableColumn] | dg.TableSchema
 """The columns of a topic's values: names with their types, or Dagster's table schema."""
+
+
+def dependencies(deps: Dependencies) -> list[Any]:
+    """The given assets. Raises `ValidationError` for a text: each of its letters would be an asset."""
+    check_several("deps", deps)
+    return list(deps)
 
 
 def topic_key(name: str) -> dg.AssetKey:
@@ -101,9 +107,10 @@ def topic_asset(
     (`topic_observations`). A `translator` may change everything except the key.
     """
     check_kind("topic", topic, Topic)
+    check_several("kinds", kinds)
     spec = dg.AssetSpec(
         key=topic_key(topic.name),
-        deps=list(deps),
+        deps=dependencies(deps),
         description=description or _described(topic.name),
         metadata={**described_topic(topic), **declared_columns(columns), **(metadata or {})},
         group_name=group_name,

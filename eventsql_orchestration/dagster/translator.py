@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import dagster as dg
 
 from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.validation import check_kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ def translated(
     """The spec as a translator gives it. Raises `ValidationError`."""
     if translator is None:
         return spec
+    check_kind("translator", translator, EventSQLTranslator)
     found = translator.get_asset_spec(EventSQLAssetProps(topic, consumer, spec, queue))
     name = type(translator).__name__
     if not isinstance(found, dg.AssetSpec):

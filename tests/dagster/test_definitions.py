@@ -20,8 +20,11 @@ from eventsql_orchestration.dagster import (
     AssetOptions,
     ConsumerDefinition,
     EventSQLResource,
+    EventSQLTranslator,
     RunLimits,
+    TickOptions,
     WorkerDefinition,
+    build_alert_sensor,
     build_backfill,
     build_definitions,
     build_housekeeping_schedule,
@@ -31,7 +34,10 @@ from eventsql_orchestration.dagster import (
     build_register_job,
     build_transfer_schedule,
     consumer_asset,
+    queue_asset,
     range_asset,
+    store_asset,
+    subscription_asset,
     table_asset,
     topic_asset,
     topic_key,
@@ -215,6 +221,24 @@ def test_consumers_that_would_take_one_anothers_place_are_refused(
         lambda: topic_asset("rides"),  # type: ignore[arg-type]
         lambda: build_definitions([], eventsql="postgresql://host/app"),  # type: ignore[arg-type]
         lambda: build_definitions([], prepare=lambda: None),  # type: ignore[arg-type,misc]
+        lambda: build_definitions([consumer("a")], lag=60),  # type: ignore[arg-type]
+        lambda: build_definitions([], queue_lag=60),  # type: ignore[arg-type]
+        lambda: build_definitions([], sample=None),  # type: ignore[arg-type]
+        lambda: build_definitions([], history=timedelta(days=1)),  # type: ignore[arg-type]
+        lambda: build_definitions([], topics=["rides"]),  # type: ignore[list-item]
+        lambda: build_definitions([], assets=[consume]),  # type: ignore[list-item]
+        lambda: build_alert_sensor(build_lag_check(consumer("a"), max_events=1), print),  # type: ignore[arg-type]
+        lambda: topic_asset(TOPIC, translator=EventSQLTranslator),  # type: ignore[arg-type]
+        # Each letter of a text would be an asset, or a kind.
+        lambda: topic_asset(TOPIC, deps="orders"),
+        lambda: topic_asset(TOPIC, kinds="kafka"),
+        lambda: queue_asset("mails", deps="orders"),
+        lambda: store_asset(deps="orders"),
+        lambda: subscription_asset("mails", deps="orders"),
+        lambda: AssetOptions(deps="orders"),
+        lambda: AssetOptions(kinds="python"),
+        lambda: TickOptions(linger=-1.0),
+        lambda: TickOptions(statement_timeout=0.0),
     ],
 )
 def test_an_impossible_part_of_a_location_is_refused_when_it_is_defined(build: Callable[[], object]) -> None:

@@ -23,6 +23,7 @@ from eventsql_orchestration.dagster.translator import EventSQLTranslator, transl
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.orchestration import limits
 from eventsql_orchestration.orchestration.limits import check_not_negative
+from eventsql_orchestration.validation import check_seconds, check_several
 
 
 def _keys(context: dg.ResolutionContext, model: Sequence[str]) -> Sequence[dg.AssetKey]:
@@ -82,6 +83,8 @@ class AssetOptions(dg.Resolvable):
     - `retry_policy`: Dagster's retry policy, for faults outside of events, for example an unreachable database. The run
       goes on with its claim from the offset reached. Its delays must be shorter than the lease of the limits.
       A failing event is tried `max_attempts` times, whatever the policy.
+
+    Raises `ValidationError` for `deps` or `kinds` that are a text.
     """
 
     # The component's pydantic model holds these options, and pydantic does not know the classes of Dagster.
@@ -108,6 +111,10 @@ class AssetOptions(dg.Resolvable):
     retry_policy: Annotated[
         dg.RetryPolicy | None, dg.Resolver(_retry_policy, model_field_type=RetryModel.model() | None)
     ] = None
+
+    def __post_init__(self) -> None:
+        check_several("deps", self.deps)
+        check_several("kinds", self.kinds or ())
 
     @property
     def version(self) -> str | None:
@@ -185,7 +192,7 @@ DEFAULT_LAG: Final = LagLimits()
 
 @dataclass(frozen=True, kw_only=True)
 class TickOptions:
-    """The timeouts and limits of the ticks of a consumer's sensors. Times are seconds.
+    """The timeouts and limits of the ticks of a consumer's sensors. Times are seconds. Raises `ValidationError`.
 
     - `statement_timeout`: maximum time of a tick's statement. Dagster gives up a tick after 60 s, but the tick keeps
       running.
@@ -227,6 +234,10 @@ class TickOptions:
     linger: float = 4.0
     poll: float = 1.0
     pause: float = 0.25
+
+    def __post_init__(self) -> None:
+        check_not_negative(self)
+        check_seconds("statement_timeout", self.statement_timeout, zero=False)
 
 
 DEFAULT_TICKS: Final = TickOptions()

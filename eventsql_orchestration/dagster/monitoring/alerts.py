@@ -19,7 +19,7 @@ from eventsql_orchestration.dagster.monitoring.checks import ReportedCheck, late
 from eventsql_orchestration.dagster.monitoring.reports import read_cursor
 from eventsql_orchestration.dagster.tags import INTERNAL_RUN
 from eventsql_orchestration.errors import ValidationError
-from eventsql_orchestration.validation import counted
+from eventsql_orchestration.validation import check_several, counted
 
 GREEN: Final = "green"
 
@@ -63,6 +63,7 @@ def build_alert_sensor(
     alert is sent again at the next tick, and other alerts are sent meanwhile. The tick fails if no alert could be sent.
     Raises `ValidationError` if there are no checks, or if `notify` is not callable, or asynchronous.
     """
+    check_several("checks", checks)
     keys = tuple(
         key for check in checks for key in ([check.key] if isinstance(check, ReportedCheck) else check.check_keys)
     )

@@ -24,7 +24,7 @@ from eventsql_orchestration.dagster.register import require_queue
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
 from eventsql_orchestration.dagster.steps import job_of_assets, step_of_assets
 from eventsql_orchestration.dagster.tags import ALIVE_TAG, CONSUMER_RUN, HANDLED_TAG, QUEUE_TAG, SHARD_TAG
-from eventsql_orchestration.dagster.topics import Dependencies, topic_key
+from eventsql_orchestration.dagster.topics import Dependencies, dependencies, topic_key
 from eventsql_orchestration.dagster.translator import EventSQLTranslator, translated
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.orchestration.limits import WorkLimits
@@ -77,7 +77,7 @@ def queue_asset(
     everything except the key. Raises `InvalidNameError`.
     """
     spec = dg.AssetSpec(
-        queue_key(name), deps=list(deps), description=description or f"Messages of queue {name}.",
+        queue_key(name), deps=dependencies(deps), description=description or f"Messages of queue {name}.",
         metadata={QUEUE: name, **(metadata or {})}, owners=list(owners), group_name=group_name, kinds={*QUEUE_KINDS},
         tags=dict(tags or {}),
     )  # fmt: skip
