@@ -304,6 +304,38 @@ def test_waiting_for_a_run_ends_with_the_processes_that_would_run_it(
         local(tmp_path).wait(instance, run.run_id, timeout=60)
 
 
+class Refusing(Answering):
+    """Answers as a webserver behind a proxy that asks for a password, or whose storage is down."""
+
+    answer: ClassVar = (401, b"<h1>Unauthorized</h1>")
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        status, text = self.answer
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [(401, "<h1>Unauthorized</h1>"), (500, '{"data": null, "errors": [{"message": "connection refused"}]}'), (200, "")],
+)
+def test_a_refusal_of_a_webserver_is_told_with_its_words(
+    monkeypatch: pytest.MonkeyPatch, status: int, text: str
+) -> None:
+    monkeypatch.setattr(Refusing, "answer", (status, text.encode()))
+    with HTTPServer(("127.0.0.1", 0), Refusing) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        client = webserver_client.Webserver(f"http://127.0.0.1:{server.server_port}")
+        with pytest.raises(LocalDagsterError) as refused:
+            client.repositories()
+        thread.join()
+    assert str(refused.value).endswith(f"refused a query (HTTP status {status}): {text}")
+
+
 class Ending(Answering):
     """Answers as a webserver with one run, which ends when it is told to."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import requests
 
 from eventsql_orchestration.orchestration.errors import LocalDagsterError, RunFailedError
 from eventsql_orchestration.orchestration.webservers import check_url, proxies_of, without_credentials
+from eventsql_orchestration.validation import json_object
 
 TIMEOUT: Final = 60.0
 """Seconds that an answer may take. For some answers, the webserver asks the code location."""
@@ -97,18 +97,18 @@ class Webserver:
                 self.endpoint, json={"query": query, "variables": variables},
                 timeout=self._timeout, proxies=self._proxies,
             )  # fmt: skip
-            response.raise_for_status()
-            answer = response.json()
-        except (requests.RequestException, ValueError) as error:
+        except requests.RequestException as error:
             # The message of `requests` would repeat the URL.
             raise LocalDagsterError(
                 f"no Dagster answers at {self.url} ({type(error).__name__}){self._remedy}"
             ) from None
-        if not isinstance(answer, dict):
-            raise LocalDagsterError(f"the server at {self.url} is not a webserver of Dagster")
-        data = answer.get("data")
-        if answer.get("errors") or not isinstance(data, dict):
-            raise LocalDagsterError(f"{self.url} refused a query: {one_line(json.dumps(answer.get('errors')))}")
+        # Dagster sends its errors with a status of 400 or 500.
+        text = response.content.decode(errors="replace")
+        answer = json_object(text)
+        if answer is None or answer.get("errors") or not isinstance(data := answer.get("data"), dict):
+            raise LocalDagsterError(
+                f"{self.url} refused a query (HTTP status {response.status_code}): {one_line(text)}"
+            )
         return data
 
     def repositories(self) -> list[dict[str, Any]]:
