@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -126,8 +127,9 @@ def test_runs_from_before_the_tag_was_renamed_are_deleted(instance: dg.DagsterIn
     assert ids(instance) == {kept}
 
 
-def test_the_job_keeps_history_by_its_retention(instance: dg.DagsterInstance, dsn: str) -> None:
-    history = HistoryRetention(internal_hours=0.0, consumer_hours=1.0)
+@pytest.mark.parametrize("hours", [1.0, math.inf])
+def test_the_job_keeps_history_by_its_retention(instance: dg.DagsterInstance, dsn: str, hours: float) -> None:
+    history = HistoryRetention(**{**{field.name: hours for field in fields(HistoryRetention)}, "internal_hours": 0.0})
     location = build_definitions([], history=history, eventsql=EventSQLResource(dsn=dsn))
     execute(instance, HOUSEKEEPING_INTERNAL)
     kept = {execute(instance, HOUSEKEEPING_CONSUMER), execute(instance, None)}

@@ -28,6 +28,7 @@ from eventsql_orchestration.dagster.tags import (
     HOUSEKEEPING_TAG,
     INTERNAL_RUN,
 )
+from eventsql_orchestration.model import MAX_AGE
 from eventsql_orchestration.orchestration.backfills.registry import Backfills
 from eventsql_orchestration.orchestration.limits import check_not_negative
 from eventsql_orchestration.validation import counted
@@ -36,7 +37,7 @@ from eventsql_orchestration.views import Views
 
 @dataclass(frozen=True, slots=True)
 class HistoryRetention:
-    """How many hours old history is kept. Raises `ValidationError` for a negative number.
+    """How many hours old history is kept; `math.inf` keeps it. Raises `ValidationError` for a negative number.
 
     - `internal_hours`: runs of the transfer and of housekeeping, and ticks that did not fail;
     - `failure_hours`: ticks that failed;
@@ -216,7 +217,8 @@ def delete_old_windows(context: dg.OpExecutionContext, eventsql: EventSQLResourc
 
 
 def _ago(hours: float) -> datetime:
-    return datetime.now(UTC) - timedelta(hours=hours)
+    """So many hours ago, a hundred years at most: Python and PostgreSQL know no time without a bound."""
+    return datetime.now(UTC) - timedelta(hours=min(hours, MAX_AGE / timedelta(hours=1)))
 
 
 def _own_states(context: dg.OpExecutionContext) -> list[Any]:
