@@ -293,6 +293,9 @@ def generating(events: Any, connection: Connection) -> Any:
     yield
 
 
+def with_a_resource_called_config(events: Any, connection: Connection, config: EventSQLResource) -> None: ...
+
+
 class Handler:
     def __call__(self, events: Any, connection: Connection) -> None: ...
 
@@ -307,6 +310,7 @@ class Handler:
         (generating, "is a generator function"),
         (partial(with_a_stranger, stranger=1), "is not a function"),
         (Handler(), "is not a function"),
+        (with_a_resource_called_config, "give the resource another name"),
     ],
 )
 def test_a_function_that_cannot_be_called_is_refused_when_it_is_defined(

@@ -6,7 +6,7 @@ import inspect
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import dagster as dg
 
@@ -14,6 +14,9 @@ from eventsql_orchestration.consuming.handlers import check_runs
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.signatures import signature_of
+
+CONFIG: Final = "config"
+"""The parameter in which Dagster gives the config of a run."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +32,8 @@ class UserFunction:
         """Read the signature of a function that takes `required`, and optionally `context` and resources.
 
         Raises `DagsterInvalidDefinitionError` if a required parameter is missing, if a parameter is neither an argument
-        nor annotated as a resource, for a coroutine or generator function, which would never run, and for an object
-        without a name, such as a `functools.partial`.
+        nor annotated as a resource, if a resource is called `config`, for a coroutine or generator function, which
+        would never run, and for an object without a name, such as a `functools.partial`.
         """
         name = getattr(function, "__name__", None)
         if name is None:
@@ -62,6 +65,10 @@ class UserFunction:
                     f"{name}() has a parameter {parameter} that is neither one of {', '.join(arguments)} "
                     "nor annotated with the type of a resource"
                 )
+        if CONFIG in resources:
+            raise dg.DagsterInvalidDefinitionError(
+                f"{name}() has a resource {CONFIG}, the name of the run's config: give the resource another name"
+            )
         return cls(function, handed_over, resources)
 
     def __call__(self, resources: Mapping[str, Any], **handed_over: Any) -> Any:
@@ -80,7 +87,7 @@ class UserFunction:
         def entry(context: dg.AssetExecutionContext, config: Any, **given: Any) -> Any:
             return compute(context, config, given)
 
-        parameters = [("context", dg.AssetExecutionContext), ("config", config), *resources.items()]
+        parameters = [("context", dg.AssetExecutionContext), (CONFIG, config), *resources.items()]
         # Dagster reads the arguments from the signature.
         entry.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # functions take any attribute
             [
