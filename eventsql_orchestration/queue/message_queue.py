@@ -261,10 +261,7 @@ class MessageQueue:
         self._shards.of(message).release(message, in_seconds(delay), reason)
 
     def release_failed(self, message: Message, *, delay: Duration, reason: str) -> str | None:
-        """As `release`, for a message whose handler failed; gives the queue of dead letters if the message goes there.
-
-        It then does not wait for `delay`: the next receiver that finds it moves it.
-        """
+        """As `release`, for a message whose handler failed; gives the queue of dead letters if the message moved there."""
         return self._shards.of(message).fail(message, in_seconds(delay), reason)
 
     def give_back(self, messages: Iterable[Message]) -> None:

@@ -251,6 +251,23 @@ def test_a_dead_letter_lets_the_next_message_go(database: Database, *, parked: b
     assert bodies(Queue(database, "commands_dead").receive()) == [b"1"]
 
 
+@pytest.mark.parametrize("delay", [0.0, 60.0])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_message_that_fails_for_the_last_time_is_a_dead_letter_without_another_receive(
+    database: Database, *, ordered: bool, delay: float
+) -> None:
+    queue = Queue(database, "commands", ordered=ordered, max_receives=1)
+    queue.send(b"1", key="a")
+    (failed,) = queue.receive()
+    queue.send(b"2", key="a", delay=0.0 if ordered else 60.0)
+    assert queue.receive() == []
+    assert queue.release_failed(failed, delay=delay, reason="no") == "commands_dead"
+    assert numbers(queue) == ((1, 0, 0, 0) if ordered else (0, 0, 1, 0))
+    (letter,) = Queue(database, "commands_dead").receive()
+    assert (letter.body, letter.receives) == (b"1", 1)
+    assert [entry["reason"] for entry in letter.history] == ["no", "moved to the dead letters"]
+
+
 def test_a_delay_counts_for_a_message_behind_one_that_becomes_a_dead_letter(database: Database) -> None:
     queue = Queue(database, "commands", ordered=True, max_receives=1)
     queue.send_all([NewMessage(b"1", key="a"), NewMessage(b"2", key="a", delay=60)])

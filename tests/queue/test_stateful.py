@@ -318,12 +318,16 @@ class Machine(RuleBasedStateMachine):
         """Learn which messages a receiver has moved to the dead letters: it goes as far as it looks."""
         left = {message.id for message in self.main.peek()}
         if gone := sorted(set(self.main.model.entries) - left):
-            letters = {int(message.body): message.id for message in self.dead.peek()}
             for each in gone:
-                entry = self.main.model.entries[each]
                 assert each in self.main.model.receivable()
-                assert self.main.model.spent(entry)
-                self.main.model.move(each, self.dead.model, letters[entry.body], "moved to the dead letters", dead=True)
+                assert self.main.model.spent(self.main.model.entries[each])
+                self._move(each)
+
+    def _move(self, id_: int) -> None:
+        """Note that a message has moved to the dead letters, and its id there."""
+        letters = {int(message.body): message.id for message in self.dead.peek()}
+        body = self.main.model.entries[id_].body
+        self.main.model.move(id_, self.dead.model, letters[body], "moved to the dead letters", dead=True)
 
     def _look_behind(self, place: Place) -> None:
         """Learn what a receiver has done to messages that wait for others: it parks them, or looks a second later."""
@@ -382,7 +386,7 @@ class Machine(RuleBasedStateMachine):
     def give_back(self, data: st.DataObject, how: str, delayed: bool, reason: str | None) -> None:
         place, message = self._given(data)
         holds = place.model.holds(message.id, message.receipt)
-        delay, missing = LATER if delayed else 0.0, set() if holds else {message.id}
+        delay, missing, spent = LATER if delayed else 0.0, set() if holds else {message.id}, False
         match how:
             case "release":
                 with self._refused(missing):
@@ -405,9 +409,10 @@ class Machine(RuleBasedStateMachine):
                 with self._refused(missing):
                     letters = place.queue.release_failed(message, delay=delay, reason=reason)
                     assert letters == (self.dead.name if spent else None)
-                delayed = delayed and not spent
         if holds:
             place.model.release(message.id, delayed=delayed, reason=reason)
+        if spent:
+            self._move(message.id)
 
     @precondition(lambda self: any(place.given for place in self.places()))
     @rule(data=st.data(), sql=in_sql)

@@ -62,17 +62,19 @@ SET eql_visible_at = clock_timestamp() + make_interval(secs => %(delay)s), eql_r
 WHERE eql_id = %(id)s AND eql_queue = %(queue)s AND eql_receipt = %(receipt)s
 RETURNING eql_id, CASE WHEN eql_in_order AND %(delay)s > 0 THEN {schema}.promote_keys(eql_queue, ARRAY[eql_key]) END;
 
--- fail -- As `release`, for a message whose handler failed. Gives the queue of the dead letters if its receives are spent: the
--- next receiver that finds it moves it there, so it does not wait for the delay.
+-- fail -- As `release`, for a message whose handler failed. If its receives are spent, it moves to the dead letters at once: gives
+-- their queue.
 UPDATE {schema}.queue_message m
-SET eql_visible_at = clock_timestamp() + make_interval(
-        secs => CASE WHEN q.eql_max_receives <= (m.eql_receives - m.eql_unhandled) THEN 0 ELSE %(delay)s END),
-    eql_receipt = NULL,
+SET eql_visible_at = clock_timestamp() + make_interval(secs => %(delay)s), eql_receipt = NULL,
     eql_history = {schema}.note_of_message(m.eql_history, m.eql_receives, clock_timestamp(), %(reason)s)
 FROM {schema}.queue q LEFT JOIN {schema}.queue d ON d.eql_id = q.eql_dead_letters
 WHERE m.eql_id = %(id)s AND m.eql_queue = %(queue)s AND m.eql_receipt = %(receipt)s AND q.eql_id = m.eql_queue
 RETURNING CASE WHEN q.eql_max_receives <= (m.eql_receives - m.eql_unhandled) THEN d.eql_name END,
-          CASE WHEN m.eql_in_order AND %(delay)s > 0 THEN {schema}.promote_keys(m.eql_queue, ARRAY[m.eql_key]) END;
+          CASE WHEN q.eql_max_receives <= (m.eql_receives - m.eql_unhandled)
+               THEN {schema}.bury_messages(m.eql_queue, d.eql_id, ARRAY[m.eql_id]) END,
+          CASE WHEN m.eql_in_order
+                    AND (%(delay)s > 0 OR q.eql_max_receives <= (m.eql_receives - m.eql_unhandled))
+               THEN {schema}.promote_keys(m.eql_queue, ARRAY[m.eql_key]) END;
 
 -- part held -- The messages that a receiver holds, in the order of their ids.
 FROM (
