@@ -584,6 +584,15 @@ def test_the_table_that_took_a_name_is_found_by_an_index(orders: EventSQL, sessi
     assert "relname = (parse_ident" in custom_plan(session, Queries("capture", "eventsql")("list"), {})
 
 
+def test_the_list_decodes_each_trigger_once_however_many_captures_there_are(
+    orders: EventSQL, session: Connection
+) -> None:
+    plan = custom_plan(session, Queries("capture", "eventsql")("list"), {})
+    # A plan shows an expression that it computes for each comparison, and none of the columns that it computes first.
+    assert "CTE Scan on triggers" in plan
+    assert "string_to_array" not in plan
+
+
 @pytest.mark.parametrize("operations", [["insert", "update", "delete", "truncate"], ["insert", "update"]])
 def test_triggers_that_were_copied_to_the_table_that_took_the_name_count_there(
     orders: EventSQL, session: Connection, operations: list[str]

@@ -66,20 +66,20 @@ WHERE captured.eql_id = %(capture)s;
 -- page -- Publish the next rows of a first snapshot; gives their number, NULL if the snapshot is complete.
 SELECT {schema}.capture_page(%(capture)s, %(most)s, %(waiting)s);
 
--- part triggers -- The triggers of captures, each with the arguments that it was made with.
-(SELECT g.oid, g.tgrelid, g.tgname, g.tgenabled, string_to_array(
-     encode(g.tgargs, 'escape'), E'\\000'
- ) AS arguments
- FROM pg_trigger g
- JOIN pg_proc f ON f.oid = g.tgfoid AND f.proname = 'capture_changes'
-     AND f.pronamespace = '{schema}'::regnamespace)
+-- part triggers -- The triggers of captures, each with the arguments that it was made with. Each statement decodes
+-- them once.
+WITH triggers AS MATERIALIZED (
+    SELECT g.oid, g.tgrelid, g.tgname, g.tgenabled, string_to_array(encode(g.tgargs, 'escape'), E'\\000') AS arguments
+    FROM pg_trigger g
+    JOIN pg_proc f ON f.oid = g.tgfoid AND f.proname = 'capture_changes' AND f.pronamespace = '{schema}'::regnamespace
+)
 
 -- part relation -- The table of a capture, found by its triggers: a restored dump gives the table another oid. If somebody
 -- has copied the triggers to another table, the one with the noted name counts.
 coalesce(
     (
         SELECT g.tgrelid
-        FROM {triggers} g JOIN pg_class t ON t.oid = g.tgrelid JOIN pg_namespace n ON n.oid = t.relnamespace
+        FROM triggers g JOIN pg_class t ON t.oid = g.tgrelid JOIN pg_namespace n ON n.oid = t.relnamespace
         WHERE g.arguments[1] = captured.eql_id::text
         ORDER BY quote_ident(n.nspname) || '.' || quote_ident(t.relname) <> captured.eql_table LIMIT 1
     ), captured.eql_relation
@@ -97,6 +97,7 @@ SELECT eql_snapshot_after[cardinality(eql_key_names) + 1] FROM {schema}.capture 
 
 -- note_types -- Note the types of the key beside the place of a page that was read. If they differ from the types
 -- before the page, the snapshot begins anew, and this gives true: the rows have another order now.
+{triggers}
 UPDATE {schema}.capture c
 SET eql_snapshot = CASE WHEN now.others THEN 'running' ELSE c.eql_snapshot END,
     eql_snapshot_after = CASE WHEN NOT now.others THEN c.eql_snapshot_after || now.types END,
@@ -112,6 +113,7 @@ RETURNING now.others;
 
 -- existing -- The capture of a table to a topic: id, whether it knows the table by its oid, names and numbers of the key
 -- and of the columns, and the names of dropped columns. Numbers of dropped columns are left out.
+{triggers}
 SELECT captured.eql_id, captured.eql_relation = %(relation)s::oid, captured.eql_key_names, captured.eql_key_numbers,
        captured.eql_column_names, CASE WHEN captured.eql_column_numbers IS NOT NULL THEN ARRAY(
            SELECT known.number
@@ -144,6 +146,7 @@ WHERE eql_id = %(capture)s AND NOT EXISTS (
 );
 
 -- delete_capture -- Forget the capture of a table to a topic, by its oid or, if it is gone, by its name.
+{triggers}
 DELETE FROM {schema}.capture captured
 WHERE eql_topic = %(topic)s AND (
     {relation} = %(relation)s::oid
@@ -167,6 +170,7 @@ ARRAY(
 -- whether a crash empties it, the columns that were dropped and added again, the role as which its triggers run, whether
 -- that role may read it, its owner if the owner is not a member of that role, whether row security binds that role, and
 -- its noted name if another table has that name and is not captured to the topic.
+{triggers}
 SELECT captured.eql_id, coalesce(quote_ident(c.nspname) || '.' || quote_ident(c.relname), captured.eql_table), captured.eql_topic,
        now.key, now.columns, captured.eql_snapshot, captured.eql_snapshot_rows,
        captured.eql_created_at, c.relname IS NOT NULL, ARRAY(
@@ -179,7 +183,7 @@ SELECT captured.eql_id, coalesce(quote_ident(c.nspname) || '.' || quote_ident(c.
        coalesce(c.oid <> captured.eql_relation, false) OR now.key <> captured.eql_key_names
            OR coalesce(now.columns <> captured.eql_column_names, false),
        (
-           SELECT count(*) FROM {triggers} g
+           SELECT count(*) FROM triggers g
            WHERE g.tgrelid = c.oid AND g.arguments[1] = captured.eql_id::text AND g.tgenabled::text = ANY (ARRAY['O', 'A'])
        ),
        EXISTS (SELECT FROM pg_inherits i WHERE i.inhrelid = c.oid OR i.inhparent = c.oid),
@@ -200,7 +204,7 @@ SELECT captured.eql_id, coalesce(quote_ident(c.nspname) || '.' || quote_ident(c.
            WHERE n.nspname = (parse_ident(captured.eql_table))[1] AND other.relname = (parse_ident(captured.eql_table))[2]
              AND other.oid <> c.oid AND other.relkind::text = ANY (ARRAY['r', 'p'])
              AND NOT EXISTS (
-                 SELECT FROM {triggers} g WHERE g.tgrelid = other.oid AND g.arguments[3] = captured.eql_topic
+                 SELECT FROM triggers g WHERE g.tgrelid = other.oid AND g.arguments[3] = captured.eql_topic
              )
        )
 FROM {schema}.capture captured
@@ -217,11 +221,13 @@ CROSS JOIN LATERAL (
 ORDER BY 2, 3;
 
 -- triggers_of -- The triggers of captures of a table to a topic, whether the capture still exists or not.
-SELECT g.tgname FROM {triggers} g WHERE g.tgrelid = %(relation)s::oid AND g.arguments[3] = %(topic)s ORDER BY 1;
+{triggers}
+SELECT g.tgname FROM triggers g WHERE g.tgrelid = %(relation)s::oid AND g.arguments[3] = %(topic)s ORDER BY 1;
 
 -- idle_triggers -- Tables with triggers of captures that do not exist any more, which do nothing: table, topic.
+{triggers}
 SELECT DISTINCT quote_ident(n.nspname) || '.' || quote_ident(c.relname), g.arguments[3]
-FROM {triggers} g
+FROM triggers g
 JOIN pg_class c ON c.oid = g.tgrelid
 JOIN pg_namespace n ON n.oid = c.relnamespace
 WHERE NOT EXISTS (SELECT FROM {schema}.capture captured WHERE captured.eql_id::text = g.arguments[1])
