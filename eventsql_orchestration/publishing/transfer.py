@@ -41,12 +41,11 @@ OnMoved: TypeAlias = Callable[[dict[str, int]], None]
 
 
 class _Round(NamedTuple):
-    """The newest buffer id of a round, the events moved by topic, whether more events wait or a smaller batch is to be
-    tried, and whether another transfer held a topic.
+    """The newest buffer id of a round, whether more events wait or a smaller batch is to be tried, and whether another
+    transfer held a topic.
     """
 
     newest: int
-    moved: dict[str, int]
     again: bool
     held: bool
 
@@ -87,7 +86,8 @@ class Transfer:
         # One bound for all rounds: fast publishers must not keep this from ending.
         newest = None
         while deadline is None or time.monotonic() < deadline:
-            newest, counts, again, held = self._round(wanted, failed, newest)
+            counts: dict[str, int] = {}
+            newest, again, held = self._round(wanted, failed, newest, counts)
             moved.update(counts)
             if counts or again:
                 continue
@@ -122,8 +122,9 @@ class Transfer:
                 failed.clear()
                 retry_failed_at = time.monotonic() + MAX_RETRY_DELAY
             longest = polling_delay() if callable(polling_delay) else polling_delay
+            counts: dict[str, int] = {}
             try:
-                _, counts, again, held = self._round(None, failed, MAX_OFFSET)
+                _, again, held = self._round(None, failed, MAX_OFFSET, counts)
             except DatabaseError as error:
                 if str(error) != fault:
                     fault = str(error)
@@ -132,11 +133,13 @@ class Transfer:
                 stop.wait(pause)
                 pause = min(pause * 2, max(longest, MAX_RETRY_DELAY))
                 continue
+            finally:
+                # Also the events that were moved before the connection broke.
+                if counts and on_moved is not None:
+                    on_moved(counts)
             if fault is not None:
                 log_recovery(logger, "the transfer goes on with %s", self._database)
                 pause, fault = FIRST_DELAY, None
-            if counts and on_moved is not None:
-                on_moved(counts)
             if again:
                 continue
             if (woken and held) or (counts and not woken):
@@ -155,10 +158,13 @@ class Transfer:
         """Close the transfer's connection; the next run opens another."""
         self._writer.close()
 
-    def _round(self, wanted: list[str] | None, failed: dict[str, EventSQLError], newest: int | None) -> _Round:
+    def _round(
+        self, wanted: list[str] | None, failed: dict[str, EventSQLError], newest: int | None, moved: dict[str, int]
+    ) -> _Round:
         """Move one batch of each topic with events up to buffer id `newest`, by default the newest id.
 
-        Skips the topics in `failed`, and adds each topic whose events cannot be moved.
+        Skips the topics in `failed`, and adds each topic whose events cannot be moved. `moved` gets the number of moved
+        events by topic, also if the connection breaks afterwards.
         """
         counts: dict[str, int | None] = {}
         again = False
@@ -194,10 +200,10 @@ class Transfer:
             raise self._database.meaning(error) from error
         finally:
             # Also the topics that were moved before the connection broke.
-            moved = {topic: count for topic, count in counts.items() if count}
+            moved.update({topic: count for topic, count in counts.items() if count})
             if moved:
                 self._announce(moved)
-        return _Round(newest, moved, again, held=None in counts.values())
+        return _Round(newest, again, held=None in counts.values())
 
     def _fault(self, topic: str, error: psycopg.Error | DatabaseError) -> EventSQLError:
         if isinstance(error, DatabaseError):

@@ -1106,6 +1106,25 @@ def test_a_topic_whose_batch_lost_the_connection_is_tried_again_at_once(
     assert values(platform) == ["one"]
 
 
+def test_events_that_were_moved_before_the_connection_broke_are_counted(
+    platform: EventSQL, transfers: Callable[..., Transfer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moving, stop, told = transfers(), threading.Event(), list[dict[str, int]]()
+    move = moving._writer.move
+
+    def lose(topic: str, newest: int) -> int | None:
+        if topic == "payments":
+            stop.set()
+            moving._writer._discard()
+            raise psycopg.OperationalError("gone")
+        return move(topic, newest)
+
+    monkeypatch.setattr(moving._writer, "move", lose)
+    platform.publisher.publish_all([order("one"), Publication("payments", b"")])
+    moving.run(stop, on_moved=told.append)
+    assert told == [{"orders": 1}]
+
+
 def test_an_interrupted_transfer_leaves_nothing_half_done(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
     platform.publisher.publish(order("one"))
     mover = platform.shards[0].transfer._writer._mover
