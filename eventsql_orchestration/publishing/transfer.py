@@ -110,8 +110,7 @@ class Transfer:
         that finds events, and while another transfer holds a topic.
         """
         wake = wake or stop
-        if not callable(polling_delay):
-            polling_delay = in_seconds(polling_delay)
+        polling_delay = polling_delay if callable(polling_delay) else in_seconds(polling_delay)
         woken = False
         delay = pause = FIRST_DELAY
         fault: str | None = None

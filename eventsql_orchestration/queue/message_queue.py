@@ -261,7 +261,7 @@ class MessageQueue:
         self._shards.of(message).release(message, in_seconds(delay), reason)
 
     def release_failed(self, message: Message, *, delay: Duration, reason: str) -> str | None:
-        """As `release`, for a message whose handler failed; gives the queue of dead letters if the message moved there."""
+        """As `release`, for a message whose handler failed; gives the queue of dead letters if it moved there."""
         return self._shards.of(message).fail(message, in_seconds(delay), reason)
 
     def give_back(self, messages: Iterable[Message]) -> None:
