@@ -39,6 +39,9 @@ SIMULATION_SECONDS: Final = 60.0
 STANDSTILL_SECONDS: Final = 10.0
 """Seconds without progress after which a round names the consumers that it waits for."""
 
+_SHOWN_PARTITIONS: Final = 10
+"""The most partitions that a message names."""
+
 
 class _Steps(Progress):
     """Without a terminal, rich shows the steps only at the end of the command: a line says when each begins."""
@@ -189,7 +192,7 @@ class RunningSystem(ABC, Generic[Run]):
         """
         task = self.progress.add_task("Consuming", total=None)
         settled: Counts | None = None
-        seen, due = "", 0.0
+        seen, due = list[str](), 0.0
         while True:
             counts, behind = Counts.take(self.platform), _behind(self.platform)
             left = sum(lag.events for lag in behind) + sum(counts.buffered.values())
@@ -207,10 +210,10 @@ class RunningSystem(ABC, Generic[Run]):
             elif behind and now >= due:
                 due = deadline
                 pause = advised("consumer pause", behind[0].topic, behind[0].consumer)
-                say(f"no progress: {waits_for}; if no program consumes that, `{pause}` lets the round end")
+                say(f"no progress: {_shortened(waits_for)}; if no program consumes that, `{pause}` lets the round end")
             if now > deadline:
                 left_else = "runs are under way, or messages or buffered events are left"
-                raise RoundError(f"the round is not done in time: {waits_for or left_else}; see {self.log}")
+                raise RoundError(f"the round is not done in time: {_shortened(waits_for) or left_else}; see {self.log}")
             time.sleep(0.5)
         self.progress.update(task, description="Consumed", completed=1, total=1)
 
@@ -246,12 +249,17 @@ def _behind(platform: EventSQL) -> list[ConsumerLag]:
     return [lag for lag in platform.lag() if lag.events and lag.cause is not LagCause.PAUSED]
 
 
-def _named(behind: list[ConsumerLag]) -> str:
-    return "; ".join(
+def _named(behind: list[ConsumerLag]) -> list[str]:
+    return [
         f"{partition_label(f'{lag.topic}/{lag.consumer}', lag.partition)} has {counted(lag.events, 'event')} left "
         f"({lag.cause})"
         for lag in behind
-    )
+    ]
+
+
+def _shortened(named: list[str]) -> str:
+    more = len(named) - _SHOWN_PARTITIONS
+    return "; ".join([*named[:_SHOWN_PARTITIONS], *([f"and {counted(more, 'more partition')}"] if more > 0 else [])])
 
 
 def report(runs: RunCounts, topics: list[TopicRound], faults: list[str]) -> None:

@@ -304,3 +304,14 @@ def test_a_round_does_not_wait_for_a_paused_consumer_and_names_any_other(
         monkeypatch.setattr(running, "check", pause_at_the_second_look)
         assert running.round(60.0) == []
     assert "`eventsql consumer pause rides ledger`" in capsys.readouterr().err
+
+
+def test_a_round_names_ten_partitions_and_counts_the_others(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("rides", partitions=12))
+    platform.registry.register_consumer(Consumer("rides", "ledger", partitioned=True))
+    platform.publisher.publish_all([Publication("rides", b"", key=str(number)) for number in range(300)])
+    platform.transfer.run_once()
+    with dg.DagsterInstance.ephemeral() as instance, pytest.raises(RoundError) as raised:
+        running_with(Lacking(instance), platform).round(0.0)
+    *named, others = str(raised.value).partition("; see ")[0].split("; ")
+    assert (len(named), others) == (10, "and 2 more partitions")
