@@ -576,6 +576,18 @@ def test_a_backfill_whose_last_events_became_dead_letters_is_done(driven: Driven
     assert outcome.given_up >= 2
 
 
+def test_a_run_under_way_is_not_done_although_its_events_are_replayed(driven: Driven) -> None:
+    def replay_and_then_end() -> None:
+        if driven.progress[-1].done_events < 30:
+            driven.replay()
+        else:
+            driven.launcher.results = dict.fromkeys(driven.keys, Ended(True))
+
+    assert driven.run(replay_and_then_end, parallel=2).done
+    counts = [(now.done_events, now.done_runs, now.running) for now in driven.progress]
+    assert counts == [(0, 0, 2), (30, 1, 2), (30, 3, 0)]
+
+
 def test_no_run_is_launched_while_the_orchestrator_does_not_run(driven: Driven) -> None:
     def refuse() -> None:
         raise LocalDagsterError

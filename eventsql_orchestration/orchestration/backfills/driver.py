@@ -233,7 +233,8 @@ class BackfillDriver:
             events=sum(run.events for run in self._planned.values()),
             done_events=sum(self._planned[key].events for key in self._done) + sum(consumed.values()),
             runs=len(self._planned),
-            done_runs=len(self._done),
+            # The events of a window may be consumed before its run ends.
+            done_runs=len(self._done - self._running.keys()),
             running=len(self._running),
             failed=len(self._failures),
             given_up=sum(self._given_up.values()),
