@@ -493,6 +493,7 @@ def test_a_translator_may_change_everything_except_the_key_of_a_queue() -> None:
         {"queue": "thumbnails"},
         {"queue_options": QueueOptions(dead_letters="pictures")},
         {"limits": {"batch": 5}},
+        {"backoff": 5},
         {"ticks": 5},
     ],
 )

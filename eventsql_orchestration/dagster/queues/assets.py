@@ -150,6 +150,8 @@ def worker_asset(
     check_kind("options", options, AssetOptions)
     check_kind("ticks", ticks, TickOptions)
     options.check_retries(limits.lease)
+    if not callable(backoff):
+        raise ValidationError(f"backoff must be a function, not {type(backoff).__name__}")
     declared = checked_options(check_name("queue name", queue), queue_options)
     topics = (publishes,) if isinstance(publishes, Topic | str) else tuple(publishes)
     names = frozenset(topic if isinstance(topic, str) else topic.name for topic in topics)
