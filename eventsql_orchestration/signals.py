@@ -1,4 +1,4 @@
-"""Handling signals for a while."""
+"""Handling signals for a while, and telling which signal ended a process."""
 
 from __future__ import annotations
 
@@ -11,6 +11,13 @@ from types import FrameType
 from typing import TypeAlias
 
 Handler: TypeAlias = Callable[[int, FrameType | None], object] | signal.Handlers
+
+
+def ending(code: int) -> str:
+    """How a process ended, by the `returncode` of `subprocess`: `was killed by SIGKILL`, `ended with exit code 1`."""
+    if code < 0:
+        return f"was killed by {next((each.name for each in signal.Signals if each == -code), f'signal {-code}')}"
+    return f"ended with exit code {code}"
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from eventsql_orchestration.errors import EventSQLError, QueueNotFoundError
 from eventsql_orchestration.orchestration.local_processes import signal_group
 from eventsql_orchestration.queue import Message, Queue
 from eventsql_orchestration.queue.worker import QueueWorkers
-from eventsql_orchestration.signals import handling, setting
+from eventsql_orchestration.signals import ending, handling, setting
 from eventsql_orchestration.validation import counted
 
 _LOOK_SECONDS: Final = 0.2
@@ -68,7 +68,7 @@ class Programs:
             with self._lock:
                 self._running.discard(program)
         if program.returncode:
-            raise HandlerFailedError(f"{self._command[0]} ended with exit code {program.returncode}")
+            raise HandlerFailedError(f"{self._command[0]} {ending(program.returncode)}")
 
     def suspend(self) -> None:
         """Stop the programs that run and this process, until somebody continues this process: then they go on, too.

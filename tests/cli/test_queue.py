@@ -311,6 +311,17 @@ def test_ctrl_z_does_not_stop_a_program_that_is_just_being_started(database: Dat
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
 
 
+@pytest.mark.parametrize(
+    ("ends", "said"), [("exit 3", "sh ended with exit code 3"), ("kill -9 $$", "sh was killed by SIGKILL")]
+)
+def test_the_history_says_how_a_program_ended(run: Run, database: Database, ends: str, said: str) -> None:
+    queue = Queue(database, "jobs", max_receives=1)
+    queue.send(b"1")
+    assert run("queue", "work", "--drain", "jobs", "sh", "-c", ends).exit_code == 0
+    (letter,) = Queue(database, "jobs_dead").peek()
+    assert letter.history[0]["reason"].endswith(said)
+
+
 def test_no_program_is_started_after_the_others_were_killed(database: Database, directory: Path) -> None:
     queue, programs = Queue(database, "jobs"), Programs(["touch", "made"])
     queue.send(b"1")

@@ -25,6 +25,7 @@ from eventsql_orchestration.dagster.tags import BACKFILL_OF_TAG, HIDDEN
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.orchestration.backfills.launcher import Ended, Launcher
 from eventsql_orchestration.orchestration.errors import RunFailedError
+from eventsql_orchestration.signals import ending
 
 GRACE: Final = 15.0
 """Seconds in which an interrupted run may give its claim back. After them, the run is killed."""
@@ -127,8 +128,8 @@ class LocalRuns(Launcher):
 
     def _why(self, number: str, code: int) -> str:
         if code < 0:
-            return f"its process was killed by signal {-code}"
+            return f"its process {ending(code)}"
         for run in self._instance.get_runs(dg.RunsFilter(tags={_PROCESS_TAG: number}), limit=1):
             if (why := failure_of(self._instance, run.run_id)) is not None:
                 return why
-        return f"its process ended with exit code {code}: {last_line(self._log(number))}"
+        return f"its process {ending(code)}: {last_line(self._log(number))}"

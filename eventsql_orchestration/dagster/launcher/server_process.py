@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import dagster as dg
 
 from eventsql_orchestration.dagster.launcher import dagster_internals as internals
 from eventsql_orchestration.dagster.launcher.channel import Channel, ChannelClosedError
+from eventsql_orchestration.signals import ending
 from eventsql_orchestration.threads import start_thread
 
 _ANSWER_TIMEOUT = 60.0
@@ -134,10 +134,7 @@ class ServerProcess:
             code = self._process.wait(_ANSWER_TIMEOUT)
         except subprocess.TimeoutExpired:
             return "its server has closed the connection"
-        if code < 0:
-            name = next((each.name for each in signal.Signals if each == -code), f"signal {-code}")
-            return f"its server was ended by {name}"
-        return f"its server ended with exit code {code}"
+        return f"its server {ending(code)}"
 
     def close(self) -> None:
         """Tell the server to end once its runs have ended, after the answer to a launch under way."""

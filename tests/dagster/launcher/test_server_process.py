@@ -188,7 +188,7 @@ def test_a_server_that_dies_before_its_answer_leaves_no_process_of_the_run(
     (tmp_path / "window").write_text("before the answer")
     monkeypatch.setenv("KILLED", str(tmp_path / "window"))
     server = _other(deployment, run, killed_server, tmp_path / "python")
-    with pytest.raises(ReplacedError, match="its server was ended by"):
+    with pytest.raises(ReplacedError, match="its server was killed by SIG"):
         server.launch(run, resume=False)
     wait_until(server.has_ended, "the end of the server")
     server.close()
