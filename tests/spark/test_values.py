@@ -207,11 +207,13 @@ def test_times_that_from_json_does_not_read_stop_no_stream(kind: pa.DataType, te
 
 def test_a_time_without_a_zone_is_in_utc_wherever_the_task_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = ValueDecoder(pa.struct([("field", pa.timestamp("us", tz="UTC"))]), fail_fast=True)
-    with monkeypatch.context() as changed:
-        changed.setenv("TZ", "Asia/Tokyo")
+    try:
+        with monkeypatch.context() as changed:
+            changed.setenv("TZ", "Asia/Tokyo")
+            time.tzset()
+            found = decoder.decode(pa.array([b'{"field": "2026-01-31T10:00:00"}']), "orders", [7]).to_pylist()
+    finally:
         time.tzset()
-        found = decoder.decode(pa.array([b'{"field": "2026-01-31T10:00:00"}']), "orders", [7]).to_pylist()
-    time.tzset()
     assert found == [{"field": datetime(2026, 1, 31, 10, tzinfo=UTC)}]
 
 
