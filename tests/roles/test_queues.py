@@ -136,6 +136,26 @@ def test_a_message_with_a_time_of_a_worker_s_own_stops_nobody_s_view_of_the_queu
     assert peeked[changed].visible_at == datetime.fromisoformat(f"{shown}T00:00+00:00")
 
 
+@pytest.mark.parametrize(("time", "shown"), [("-infinity", "0001-01-02"), ("infinity", "9999-12-31")])
+def test_an_archived_message_with_times_of_a_worker_s_own_stops_nobody_s_view_of_the_archive(
+    queues: dict[str, Queue], login: Login, time: str, shown: str
+) -> None:
+    queue = queues["pictures"]
+    queue.send(b"x")
+    queue.acknowledge(queue.receive()[0])
+    with psycopg.connect(login("worker"), autocommit=True) as worker:
+        worker.execute(
+            "INSERT INTO eventsql.queue_archive (eql_queue, eql_id, eql_priority, eql_body, eql_metadata, "
+            "eql_created_at, eql_receives, eql_acknowledged_at, eql_expires_at) "
+            "SELECT eql_id, 7, 0, 'y', '{}', %(time)s, 1, %(time)s, now() + interval '1 hour' "
+            "FROM eventsql.queue WHERE eql_name = 'pictures'",
+            {"time": time},
+        )
+    found = {message.body: (message.sent_at, message.acknowledged_at) for message in queue.archived()}
+    assert found.keys() == {b"x", b"y"}
+    assert set(found[b"y"]) == {datetime.fromisoformat(f"{shown}T00:00+00:00")}
+
+
 @pytest.mark.parametrize("role", ["worker", "reader"])
 def test_who_may_count_messages_sees_the_rates_of_a_queue(queues: dict[str, Queue], as_: As, role: str) -> None:
     queues["pictures"].send_all([b"x", b"y"])

@@ -126,11 +126,13 @@ LEFT JOIN LATERAL (
 WHERE q.eql_name = %(name)s
 GROUP BY q.eql_id;
 
--- peek -- The messages of a queue that are first in turn, or one message, with their states. Python has no time outside
--- of the years 1 to 9999, and no infinite time: such a message has the nearest time that Python has in every time zone.
+-- part nearest of time -- A time that a worker may have written by hand. Python has no time outside of the years 1 to 9999,
+-- and no infinite time: this gives the nearest time that Python has in every time zone.
+greatest('0001-01-02 00:00+00', least('9999-12-31 00:00+00', {time}))
+
+-- peek -- The messages of a queue that are first in turn, or one message, with their states.
 SELECT m.eql_id, m.eql_body, m.eql_key, m.eql_metadata::text, m.eql_receives, m.eql_priority, m.eql_created_at,
-       CASE WHEN m.eql_visible_at < 'infinity'
-           THEN greatest('0001-01-02 00:00+00', least('9999-12-31 00:00+00', m.eql_visible_at)) END,
+       CASE WHEN m.eql_visible_at < 'infinity' THEN {nearest of m.eql_visible_at} END,
        CASE WHEN m.eql_visible_at = 'infinity' THEN 'blocked' WHEN m.eql_visible_at <= now() THEN 'visible'
             WHEN m.eql_receipt IS NULL THEN 'delayed' ELSE 'in flight' END,
        o.eql_name, m.eql_history
@@ -284,7 +286,8 @@ SELECT left_queue, eql_key FROM chosen;
 SELECT {schema}.promote_keys(%(queue)s, %(keys)s::text[]);
 
 -- archived -- Messages that were acknowledged, the latest first.
-SELECT eql_id, eql_body, eql_key, eql_metadata::text, eql_receives, eql_priority, eql_created_at, eql_acknowledged_at
+SELECT eql_id, eql_body, eql_key, eql_metadata::text, eql_receives, eql_priority, {nearest of eql_created_at},
+       {nearest of eql_acknowledged_at}
 FROM {schema}.queue_archive
 WHERE eql_queue = %(queue)s
 ORDER BY eql_acknowledged_at DESC LIMIT %(limit)s;
