@@ -22,7 +22,7 @@ from eventsql_orchestration.bench.session import Session, limit_of
 from eventsql_orchestration.bench.worker import Worker
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.database import Database, Queries
-from eventsql_orchestration.database.urls import connect_arguments
+from eventsql_orchestration.database.urls import each_server
 from eventsql_orchestration.errors import BenchmarkError, ConfigurationError, MissingExtraError
 from eventsql_orchestration.model import ROWS
 from eventsql_orchestration.spark import FORMAT, spark_config
@@ -274,12 +274,14 @@ def _options(database: Database) -> dict[str, Any]:
 
 def jdbc_options(url: URL) -> dict[str, str]:
     """The options of Spark's JDBC source for a database. Raises `BenchmarkError` for a URL without a host."""
-    given = connect_arguments(url)
-    host = given.get("host", "")
-    if not host or host.startswith("/"):
-        raise BenchmarkError("the JDBC source needs a host: name it in the database URL, such as 127.0.0.1")
+    places = []
+    for given in each_server(url):
+        host = given.get("host", "")
+        if not host or host.startswith("/"):
+            raise BenchmarkError("the JDBC source needs a host: name it in the database URL, such as 127.0.0.1")
+        places.append(f"{f'[{host}]' if ':' in host else host}:{given.get('port') or 5432}")
     return {
-        "url": f"jdbc:postgresql://{host}:{given.get('port', 5432)}/{given.get('dbname', '')}",
+        "url": f"jdbc:postgresql://{','.join(places)}/{given.get('dbname', '')}",
         "driver": "org.postgresql.Driver",
         **{name: given[name] for name in ("user", "password") if name in given},
     }

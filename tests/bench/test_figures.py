@@ -221,6 +221,12 @@ def test_spark_s_jdbc_source_finds_the_server_that_libpq_finds() -> None:
         "url": "jdbc:postgresql://db:5433/events", "driver": "org.postgresql.Driver",
         "user": "me", "password": "secret",
     }  # fmt: skip
+    for servers, places in (
+        ("host=a,b", "a:5432,b:5432"),
+        ("host=a,b&port=5433,5434", "a:5433,b:5434"),
+        ("host=::1&port=5433", "[::1]:5433"),
+    ):
+        assert jdbc_options(parse_dsn(f"postgresql:///events?{servers}"))["url"] == f"jdbc:postgresql://{places}/events"
     for without_host in ("postgresql:///events", "postgresql:///events?host=/run/postgresql"):
         with pytest.raises(BenchmarkError):
             jdbc_options(parse_dsn(without_host))
