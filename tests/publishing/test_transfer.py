@@ -715,11 +715,12 @@ def test_a_full_batch_lets_no_later_round_begin_at_once_while_another_transfer_h
 ) -> None:
     transfer = transfers(batch=4)
     platform.publisher.publish_all(order(number) for number in range(10))
-    assert transfer._round(None, {}, None).again
+    assert transfer._round(None, {}, None, {}).again
     with sessions() as holder:
         holder.execute("SELECT FROM eventsql.event_buffer_lock WHERE eql_topic = 'orders' FOR UPDATE")
-        held = transfer._round(None, {}, None)
-        assert (held.moved, held.held, held.again) == ({}, True, False)
+        moved: dict[str, int] = {}
+        held = transfer._round(None, {}, None, moved)
+        assert (moved, held.held, held.again) == ({}, True, False)
     assert transfer.run_once() == {"orders": 6}
 
 
@@ -905,7 +906,7 @@ def test_the_loop_tries_less_and_less_often_while_the_database_is_away(
             stop.set()
         elif outage:
             raise DatabaseUnavailableError("gone")
-        return transfer._Round(0, {}, again=False, held=False)
+        return transfer._Round(0, again=False, held=False)
 
     monkeypatch.setattr(moving, "_round", away)
     moving.run(stop, polling_delay=0.2, wake=wake)
