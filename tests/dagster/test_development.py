@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import dagster as dg
 import pytest
 
+from eventsql_orchestration.dagster.local import dagster_process
 from eventsql_orchestration.dagster.local import webserver as webserver_client
 from eventsql_orchestration.dagster.local.code_location import CodeLocation
 from eventsql_orchestration.dagster.local.dagster_process import LocalDagster, failure_of, running_url
@@ -360,12 +361,16 @@ class Silent(Ending):
 
 
 @pytest.mark.parametrize(
-    ("handler", "says"),
-    [(Ending, ["ending Dagster's processes", "waiting for 1 run (mail)"]), (Silent, ["ending Dagster's processes"])],
+    ("handler", "seconds", "says"),
+    [
+        (Ending, PATIENCE, ["ending Dagster's processes", "waiting for 1 run (mail)"]),
+        (Silent, dagster_process.STOP_SECONDS, ["ending Dagster's processes"]),
+    ],
 )
 def test_the_end_tells_runs_and_does_not_wait_for_a_webserver_that_does_not_answer(
-    tmp_path: Path, handler: type[Ending], says: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, handler: type[Ending], seconds: float, says: list[str]
 ) -> None:
+    monkeypatch.setattr(dagster_process, "STOP_SECONDS", seconds)
     Ending.under_way[:] = [{"runId": "r1", "jobName": "mail", "status": "STARTED", "tags": []}]
     Silent.over.clear()
     said: list[str] = []
