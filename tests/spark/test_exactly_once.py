@@ -33,6 +33,9 @@ EVENTS = LEAST_BY_BLOCKS
 FEW = 500
 """Events that are copied into the buffer one by one."""
 
+WAITING = "FROM pg_locks JOIN pg_stat_activity USING (pid) WHERE datname = current_database() AND NOT granted"
+"""The sessions that wait for a lock. A session that has just got its lock is not among them, though it still sleeps."""
+
 
 class Locks:
     """Connections that hold tables, and see the processes that wait for them."""
@@ -66,10 +69,7 @@ class Locks:
         with psycopg.connect(self._dsn, autocommit=True) as connection:
 
             def waiting() -> bool:
-                row = connection.execute(
-                    "SELECT count(*) FROM pg_stat_activity "
-                    "WHERE datname = current_database() AND wait_event_type = 'Lock'"
-                ).fetchone()
+                row = connection.execute(f"SELECT count(*) {WAITING}").fetchone()
                 return row is not None and row[0] >= count
 
             wait_until(waiting, f"{count} wait for a lock")
@@ -77,10 +77,7 @@ class Locks:
     def terminate_waiting(self) -> None:
         """End the session that waits, as a server that goes away does."""
         with psycopg.connect(self._dsn, autocommit=True) as connection:
-            connection.execute(
-                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
-                "WHERE datname = current_database() AND wait_event_type = 'Lock'"
-            )
+            connection.execute(f"SELECT pg_terminate_backend(pid) {WAITING}")
 
     def close(self) -> None:
         for table in list(self._held):
