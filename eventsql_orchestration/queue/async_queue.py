@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import threading
 import time
 from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime
 
 from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.database import CallersConnection
+from eventsql_orchestration.errors import EventSQLError
 from eventsql_orchestration.queue.queue import Queue
 from eventsql_orchestration.queue.values import (
     ArchivedMessage,
@@ -21,6 +24,8 @@ from eventsql_orchestration.queue.values import (
     QueueStatistics,
 )
 from eventsql_orchestration.validation import NO_METADATA, Duration, in_seconds
+
+logger = logging.getLogger(__name__)
 
 
 @checked
@@ -54,13 +59,11 @@ class AsyncQueue:
     async def receive(
         self, *, max_messages: int = 1, visibility_timeout: Duration | None = None, wait: Duration = 0.0
     ) -> list[Message]:
-        """As `Queue.receive`. Messages of a receive that was cancelled come back after their timeout."""
+        """As `Queue.receive`. A receive that is cancelled gives its messages back at once, and does not count."""
         deadline = time.monotonic() + in_seconds(wait)
 
         async def take() -> list[Message]:
-            return await asyncio.to_thread(
-                self.queue.receive, max_messages=max_messages, visibility_timeout=visibility_timeout
-            )
+            return await self._take(max_messages, visibility_timeout)
 
         found = await take()
         if found or not wait:
@@ -90,6 +93,38 @@ class AsyncQueue:
                     pass
         finally:
             unsubscribe()
+
+    async def _take(self, max_messages: int, visibility_timeout: Duration | None) -> list[Message]:
+        found: list[Message] = []
+        cancelled, lock = False, threading.Lock()
+
+        def receive() -> None:
+            messages = self.queue.receive(max_messages=max_messages, visibility_timeout=visibility_timeout)
+            with lock:
+                if not cancelled:
+                    found.extend(messages)
+                    return
+            self._give_back(messages)
+
+        try:
+            await asyncio.to_thread(receive)
+        except asyncio.CancelledError:
+            # The thread does not end with the task.
+            with lock:
+                cancelled = True
+            if found:
+                asyncio.get_running_loop().run_in_executor(None, self._give_back, found)
+            raise
+        return found
+
+    def _give_back(self, messages: list[Message]) -> None:
+        try:
+            self.queue.give_back(messages)
+        except EventSQLError as error:
+            logger.warning(
+                "messages of queue %r whose receive was cancelled come back after their timeout: %s",
+                self.queue.name, error,
+            )  # fmt: skip
 
     async def acknowledge(self, message: Message, *, connection: CallersConnection | None = None) -> None:
         """As `Queue.acknowledge`."""

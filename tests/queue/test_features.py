@@ -22,6 +22,7 @@ from eventsql_orchestration.model import MAX_KEY_BYTES
 from eventsql_orchestration.queue import (
     AsyncQueue,
     ErasedMessages,
+    Message,
     NewMessage,
     Queue,
     QueueDepth,
@@ -612,6 +613,43 @@ def test_a_receive_that_is_cancelled_leaves_no_subscription(
 
     asyncio.run(receive_and_cancel())
     assert platform.shards[0].listener._callbacks == {}
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_receive_that_is_cancelled_gives_its_messages_back(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch, *, ended: bool
+) -> None:
+    """Its thread has received them, and has not ended yet, or has ended and its task does not know it yet."""
+    own = Queue(platform, "commands", max_receives=1)
+    own.send(b"1")
+    receive = own.receive
+    cancelled = threading.Event()
+
+    async def receive_and_cancel() -> None:
+        loop, threads = asyncio.get_running_loop(), ThreadPoolExecutor(1)
+        loop.set_default_executor(threads)
+        task = asyncio.create_task(AsyncQueue(own).receive())
+
+        def cancel() -> None:
+            if ended:
+                # The only thread ends the receive first.
+                threads.submit(bool).result()
+            task.cancel()
+
+        def receive_and_wait(**options: Any) -> list[Message]:
+            found = receive(**options)
+            loop.call_soon_threadsafe(cancel)
+            assert ended or cancelled.wait(PATIENCE)
+            return found
+
+        monkeypatch.setattr(own, "receive", receive_and_wait)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        cancelled.set()
+
+    asyncio.run(receive_and_cancel())
+    monkeypatch.undo()
+    assert [message.body for message in own.receive()] == [b"1"]
 
 
 def test_options_are_kept_in_the_database_and_can_be_changed(database: Database) -> None:
