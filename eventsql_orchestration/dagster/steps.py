@@ -25,6 +25,20 @@ def step_of_assets(
     return dg.multi_asset(name=name, specs=specs, retry_policy=retry_policy, pool=pool, op_tags=op_tags)(compute)
 
 
+def awaited(context: dg.AssetExecutionContext) -> set[dg.AssetKey]:
+    """The assets of a step for which other steps of its run wait.
+
+    Dagster skips a step that waits for an asset which its own step did not materialize.
+    """
+    outputs = {
+        each.output
+        for inputs in context.job_def.dependencies.values()
+        for dependency in inputs.values()
+        for each in dependency.get_node_dependencies()
+    }
+    return {key for key in context.selected_asset_keys if context.output_for_asset_key(key) in outputs}
+
+
 def job_of_assets(
     name: str, keys: Iterable[dg.AssetKey], *, description: str, tags: Mapping[str, str]
 ) -> dg.UnresolvedAssetJobDefinition:

@@ -10,11 +10,12 @@ import dagster as dg
 import psycopg
 import pytest
 
-from eventsql_orchestration import Publication, Topic
+from eventsql_orchestration import Event, Publication, Topic
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.dagster import (
     AssetOptions,
     ConsumerDefinition,
+    EventSQLIOManager,
     EventSQLResource,
     RangeLimits,
     build_register_job,
@@ -97,6 +98,31 @@ def test_a_run_that_has_no_claim_materializes_no_topic(bench: Workbench) -> None
         definition.key, topic_key("sums"),
     ]  # fmt: skip
     assert [event.asset_key for event in again.get_asset_materialization_events()] == [definition.key]
+
+
+def test_assets_behind_a_topic_are_computed_in_a_run_that_has_no_claim_for_its_consumer(
+    bench: Workbench, metadata: Metadata
+) -> None:
+    definition = define(total)
+    loaded: list[list[Event]] = []
+
+    @dg.asset(deps=[topic_key("sums")])
+    def behind() -> None: ...
+
+    @dg.asset(ins={"events": dg.AssetIn(topic_key("sums"), input_manager_key="events")})
+    def reading(events: list[Event]) -> None:
+        loaded.append(events)
+
+    result = dg.materialize(
+        [definition.asset, behind, reading], instance=bench.instance,
+        resources={"eventsql": bench.eventsql, "events": EventSQLIOManager(eventsql=bench.eventsql)},
+    )  # fmt: skip
+    keys = {event.asset_key for event in result.get_asset_materialization_events()}
+    assert keys == {definition.key, topic_key("sums"), behind.key, reading.key}
+    assert metadata(result, topic_key("sums")) == {
+        "published topic": "sums", "published events": 0, "dagster/row_count": 0,
+    }  # fmt: skip
+    assert loaded == [[]]
 
 
 def test_a_function_that_does_not_commit_fails_its_run_and_the_range_stays(bench: Workbench) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from eventsql_orchestration.consuming.failures import Failure
 from eventsql_orchestration.dagster.consumers.reexecution import forbid_retries
 from eventsql_orchestration.dagster.lineage.origin import input_metadata
 from eventsql_orchestration.dagster.lineage.published import add_up, leave_out
-from eventsql_orchestration.dagster.metadata_keys import ROW_COUNT
+from eventsql_orchestration.dagster.metadata_keys import PUBLISHED_EVENTS, PUBLISHED_TOPIC, ROW_COUNT
 from eventsql_orchestration.model import how_often
 from eventsql_orchestration.orchestration.drain import Drained, advice_after
 from eventsql_orchestration.orchestration.errors import FinalRunError
@@ -105,11 +105,13 @@ def _dead_letters(drained: Drained) -> dg.MetadataValue:
 
 
 def results(
-    key: dg.AssetKey, consumer: Consumer, publishes: Sequence[dg.AssetKey], drained: Drained
-) -> Iterator[tuple[dg.AssetKey, dict[str, Any]]]:
-    """The metadata of a run's asset and, if the run had a claim, of each topic that it publishes to.
+    key: dg.AssetKey, consumer: Consumer, publishes: Sequence[dg.AssetKey], drained: Drained,
+    *, awaited: Collection[dg.AssetKey] = (),
+) -> Iterator[tuple[dg.AssetKey, dict[str, Any]]]:  # fmt: skip
+    """The metadata of a run's asset, and of each topic that it publishes to.
 
-    A materialization of a topic without events would hide the last publication from inputs that read it.
+    A run without a claim has published nothing, and its topics would hide their last publications from inputs that read
+    them. So it has only the topics for which other steps of the run wait (`awaited`).
     """
     topics = {topic: topic.path[-1] for topic in publishes}
     partitions = {claim.range.partition for claim, _ in drained.claims} - {NOT_PARTITIONED}
@@ -127,9 +129,11 @@ def results(
     if (note := drained.lost or drained.note) is not None:
         metadata["note"] = note
     yield key, metadata
-    if drained.claims:
-        for topic, name in topics.items():
+    for topic, name in topics.items():
+        if drained.claims:
             yield topic, add_up(drained.said, name)
+        elif topic in awaited:
+            yield topic, {PUBLISHED_TOPIC: name, PUBLISHED_EVENTS: 0, ROW_COUNT: 0}
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from eventsql_orchestration.dagster.consumers.reexecution import (
 from eventsql_orchestration.dagster.consumers.reporting import report, results, without_retries
 from eventsql_orchestration.dagster.register import failing_if_unregistered, why_unregistered
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
+from eventsql_orchestration.dagster.steps import awaited
 from eventsql_orchestration.dagster.tags import LATE_TAG, REPLAY_BEGUN_TAG, REPLAY_TAG, SHARD_TAG, SHARED_TAG
 from eventsql_orchestration.errors import ClaimLostError, DatabaseUnavailableError, EventSQLError
 from eventsql_orchestration.orchestration.batch import BatchConsumer
@@ -71,7 +72,7 @@ class ConsumerStep:
 
         if config.claim is None and SHARED_TAG in context.run.tags and not drained.claims:
             return
-        for key, metadata in results(self.key, self.consumer, publishes, drained):
+        for key, metadata in results(self.key, self.consumer, publishes, drained, awaited=awaited(context)):
             lag = self._lag(context, eventsql) if key == self.key else {}
             yield dg.MaterializeResult(asset_key=key, metadata={**lag, **metadata})
 
