@@ -217,7 +217,7 @@ def delete_old_windows(context: dg.OpExecutionContext, eventsql: EventSQLResourc
 
 
 def _ago(hours: float) -> datetime:
-    """So many hours ago, a hundred years at most: Python and PostgreSQL know no time without a bound."""
+    """So many hours ago, a hundred years at most: Python has no time for `math.inf` hours ago."""
     return datetime.now(UTC) - timedelta(hours=min(hours, MAX_AGE / timedelta(hours=1)))
 
 
