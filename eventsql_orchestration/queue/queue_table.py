@@ -279,6 +279,8 @@ class QueueTable:
     def fail(self, message: Message, delay: float, reason: str) -> str | None:
         """Release a message whose handler failed. Gives the queue of the dead letters if its receives are spent."""
         dead_letters: str | None = self._release("fail", message, delay, reason)[0]
+        if dead_letters is not None:
+            self.notify(dead_letters)
         if dead_letters is not None or not delay:
             self.notify()
         return dead_letters
@@ -307,10 +309,10 @@ class QueueTable:
         with self.database.urgent() as connection, read_committed(connection):
             return {row[0] for row in connection.execute(self._queries("extend"), values, prepare=False)}
 
-    def notify(self) -> None:
-        """Tell receivers in all processes that the queue may have visible messages."""
+    def notify(self, name: str | None = None) -> None:
+        """Tell receivers in all processes that this queue, or the queue `name`, may have visible messages."""
         if self._notifier is not None:
-            after_commit(self._notifier.notify)(QUEUE, self.name, look=True)
+            after_commit(self._notifier.notify)(QUEUE, name or self.name, look=True)
 
     def _gone(self) -> QueueNotFoundError:
         return QueueNotFoundError(

@@ -268,6 +268,17 @@ def test_a_message_that_fails_for_the_last_time_is_a_dead_letter_without_another
     assert [entry["reason"] for entry in letter.history] == ["no", "moved to the dead letters"]
 
 
+def test_a_message_that_fails_for_the_last_time_wakes_the_receivers_of_its_dead_letters(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue, woken = Queue(database, "commands", max_receives=1), list[str]()
+    queue.send(b"1")
+    (failed,) = queue.receive()
+    monkeypatch.setattr(QueueTable, "notify", lambda own, name=None: woken.append(name or own.name))
+    assert queue.release_failed(failed, delay=60.0, reason="no") == "commands_dead"
+    assert "commands_dead" in woken
+
+
 def test_a_delay_counts_for_a_message_behind_one_that_becomes_a_dead_letter(database: Database) -> None:
     queue = Queue(database, "commands", ordered=True, max_receives=1)
     queue.send_all([NewMessage(b"1", key="a"), NewMessage(b"2", key="a", delay=60)])
