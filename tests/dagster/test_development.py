@@ -320,11 +320,16 @@ class Refusing(Answering):
 
 
 @pytest.mark.parametrize(
-    ("status", "text"),
-    [(401, "<h1>Unauthorized</h1>"), (500, '{"data": null, "errors": [{"message": "connection refused"}]}'), (200, "")],
+    ("status", "text", "told"),
+    [
+        (401, "<h1>Unauthorized</h1>", "<h1>Unauthorized</h1>"),
+        (200, '{"detail": "Not Found"}', '{"detail": "Not Found"}'),
+        # The data may be long, and the errors stand behind them.
+        (500, json.dumps({"data": ["orders"] * 500, "errors": [{"message": "gone"}]}), '[{"message": "gone"}]'),
+    ],
 )
 def test_a_refusal_of_a_webserver_is_told_with_its_words(
-    monkeypatch: pytest.MonkeyPatch, status: int, text: str
+    monkeypatch: pytest.MonkeyPatch, status: int, text: str, told: str
 ) -> None:
     monkeypatch.setattr(Refusing, "answer", (status, text.encode()))
     with HTTPServer(("127.0.0.1", 0), Refusing) as server:
@@ -334,7 +339,7 @@ def test_a_refusal_of_a_webserver_is_told_with_its_words(
         with pytest.raises(LocalDagsterError) as refused:
             client.repositories()
         thread.join()
-    assert str(refused.value).endswith(f"refused a query (HTTP status {status}): {text}")
+    assert str(refused.value).endswith(f"refused a query (HTTP status {status}): {told}")
 
 
 class Ending(Answering):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -105,10 +106,12 @@ class Webserver:
         # Dagster sends its errors with a status of 400 or 500.
         text = response.content.decode(errors="replace")
         answer = json_object(text)
-        if answer is None or answer.get("errors") or not isinstance(data := answer.get("data"), dict):
-            raise LocalDagsterError(
-                f"{self.url} refused a query (HTTP status {response.status_code}): {one_line(text)}"
-            )
+        if answer is None and response.ok:
+            raise LocalDagsterError(f"the server at {self.url} is not a webserver of Dagster")
+        errors, data = (answer or {}).get("errors"), (answer or {}).get("data")
+        if errors or not isinstance(data, dict):
+            told = one_line(json.dumps(errors) if errors else text)
+            raise LocalDagsterError(f"{self.url} refused a query (HTTP status {response.status_code}): {told}")
         return data
 
     def repositories(self) -> list[dict[str, Any]]:
