@@ -85,7 +85,7 @@ class ServerProcess:
             raise Unforkable(f"it was not imported within {timeout:.0f} s") from None
         except ChannelClosedError:
             self._kill()
-            raise Unforkable(f"the process that imports it ended with exit code {self._process.returncode}") from None
+            raise Unforkable(f"the process that imports it {ending(self._process.returncode)}") from None
         except BaseException:
             self._kill()
             raise

@@ -35,6 +35,7 @@ REFUSED = {
     "fails": ("raise ValueError('no licence')", "no licence", 120),
     "hangs": ("import threading\nthreading.Event().wait()", "within 1 s", 1),
     "dies": ("import os\nos._exit(7)", "exit code 7", 120),
+    "is killed": ("import os\nos.kill(os.getpid(), 9)", "was killed by SIGKILL", 120),
 }
 
 
