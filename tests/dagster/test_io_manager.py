@@ -416,6 +416,7 @@ def test_a_spark_frame_is_refused_with_the_same_errors(
         ({"metadata": {"topic": "nowhere"}}, TopicNotFoundError, "nowhere"),
         ({"metadata": {}}, ConfigurationError, "asset sums has no topic: give it metadata="),
         ({"metadata": {"topic": "No Topic"}}, ValidationError, "No Topic"),
+        ({"metadata": {}, "name": None, "key": ["topic", "sums", "daily"]}, ConfigurationError, "has no topic"),
     ],
 )
 def test_an_asset_without_a_topic_is_refused(
@@ -528,12 +529,13 @@ def test_the_last_materialization_of_an_asset_is_loaded(
 ) -> None:
     made = iter([["0"], ["1", "2"]])
     seen: list[Any] = []
+    of_another_run = {"dagster_asset_key": "topic/sums", "dagster_run_id": "another"}
 
     def compute(_: object) -> Iterator[Publication]:
         for value in next(made):
             yield Publication("sums", value.encode())
-            # An event of another publisher lies within the range of offsets.
-            bench.platform.publisher.publish(Publication("sums", b"another"))
+            # An event of another run of the asset lies within the range of offsets.
+            bench.platform.publisher.publish(Publication("sums", b"another", metadata=of_another_run))
 
     source = asset(compute, metadata={}, name=None, key=topic_key("sums"))
     for _ in range(2):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
@@ -46,10 +46,6 @@ class Selection:
     range: OffsetRange
     origin: Mapping[str, str] = field(default_factory=dict)
     shard: str | None = None
-
-    @property
-    def identity(self) -> Hashable:
-        return self.shard, self.range, frozenset(self.origin.items())
 
     def has(self, headers: Mapping[str, Any]) -> bool:
         """Whether an event with this metadata is selected."""
@@ -136,7 +132,7 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
         require_topic(self.eventsql.platform, topic)
         parts = self._selections(context, topic)
         # A run of several partitions publishes their events together.
-        selections = list({each.identity: each for part in parts for each in part}.values())
+        selections = list({(each.shard, each.range): each for part in parts for each in part}.values())
         if not selections:
             # No events make an empty frame.
             selections = [Selection(OffsetRange(topic, NOT_PARTITIONED, 0, 0), shard=self.eventsql.shards[0].name)]
