@@ -73,7 +73,6 @@ class AllLogs:
             for member in members
             for generation, before in [member.joined]
             for topic in options.topics
-            if before
         ]
 
     def __enter__(self) -> AllLogs:

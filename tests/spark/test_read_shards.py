@@ -250,6 +250,8 @@ def test_a_time_holds_on_all_shards(platform: EventSQL, dsn: str) -> None:
     platform.publisher.publish(Publication("orders", b"new", key=only))
     platform.transfer.run_once()
     assert columns_of(reader_of(dsn, startingTimestamp=now), "shard", "value") == [("shard-2", b"new")]
+    reader, _ = filtering(dsn, EqualTo(("shard",), "shard-1"), startingTimestamp=now)
+    assert reader.partitions() == []
     assert len(columns_of(reader_of(dsn, endingTimestamp=now), "offset")) == EVENTS
 
 

@@ -185,9 +185,10 @@ def test_a_key_s_older_events_come_before_those_of_the_shard_that_it_moved_to(
     every = " ".join(urls)
     with streaming(dsn, startingOffsets="earliest") as reader:
         start = reader.initialOffset()
+    before = ends_of(platform)
     add(*urls, prepare=True)
     with streaming(every) as reader:
-        assert reader.initialOffset()["orders"] == {**ends_of(platform), "shard-3": 1}
+        assert reader.initialOffset()["orders"] == {**before, "shard-3": 1}
         add(*urls)
         with EventSQL(*urls, transfer=False) as grown:
             publish(grown, range(400, 800))
@@ -200,6 +201,11 @@ def test_a_key_s_older_events_come_before_those_of_the_shard_that_it_moved_to(
     # Nothing waits where the old shards have been read.
     with streaming(every) as reader:
         assert reader.latestOffset(first, ReadAllAvailable()) == second
+    # The last event of one old shard is enough to wait for.
+    for name, end in before.items():
+        unread = {**ends, name: end - 1, "shard-3": 1}
+        with streaming(every) as reader:
+            assert reader.latestOffset({"orders": unread}, ReadAllAvailable()) == first
 
 
 def test_a_stream_goes_on_when_its_database_becomes_a_shard(urls: list[str], add: Add) -> None:
