@@ -253,6 +253,12 @@ def test_equal_parts_cover_a_range_exactly(after: int, width: int, parts: int) -
             "startingOffsets: name the partitions of topic 'orders'",
         ),
         ({"startingOffsets": "1", "startingTimestamp": "5"}, ConfigurationError, "option startingTimestamp cannot"),
+        (
+            {"startingTimestamp": "5", "startingOffsetsByTimestamp": '{"orders": 5}'},
+            ConfigurationError,
+            "option startingOffsetsByTimestamp cannot be used here",
+        ),
+        ({"startingTimestamp": "9" * 30}, ValidationError, "option startingTimestamp: 9+ is out of range"),
         ({"startingTimestamp": "yesterday"}, ValidationError, "option startingTimestamp: 'yesterday' is not a time"),
         ({"startingTimestamp": "2026-01-01T00:00:00"}, ValidationError, "option startingTimestamp: .* is not a time"),
         (

@@ -159,6 +159,17 @@ def test_a_stream_starts_at_the_end_of_each_shard(platform: EventSQL, dsn: str) 
         assert sum(events_in(reader, start, end).values()) == 40
 
 
+def test_one_topic_may_have_an_offset_for_each_shard_and_another_one_word_for_all(platform: EventSQL, dsn: str) -> None:
+    platform.registry.register_topic(Topic("rides"))
+    platform.publisher.publish_all(Publication("rides", b"v", key=f"key-{number}") for number in range(40))
+    platform.transfer.run_once()
+    starting = {"orders": {"shard-1": 5, "shard-2": 7}, "rides": "earliest"}
+    with streaming(dsn, subscribe="orders,rides", startingOffsets=json.dumps(starting)) as reader:
+        start = reader.initialOffset()
+        assert start["orders"] == starting["orders"]
+        assert start["rides"] == {"shard-1": 1, "shard-2": 1}
+
+
 @pytest.mark.nightly
 def test_a_shard_that_was_added_between_two_starts_is_read_from_its_beginning(
     *, spark: SparkSession, platform: EventSQL, dsn: str, urls: list[str], checkpoint: Path, add: Add
