@@ -180,6 +180,9 @@ def test_a_consumer_that_nobody_runs_is_named_after_ten_minutes(
     # It has consumed an event since, so a process runs it, however old its next event is.
     platform.consumers.consume_once(TOPIC, consumer, lambda _event, _connection: None, max_events=1)
     assert {each["status"] for each in diagnose(run)[1]["consumers"]} == {"ok"}
+    with platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.consumer SET eql_last_consumption_at = now() - interval '11 minutes'")
+    assert {each["status"] for each in diagnose(run)[1]["consumers"]} == {"ok", "warning"}
 
 
 def test_partitions_that_stand_still_beside_others_are_named_after_ten_minutes(
@@ -310,6 +313,19 @@ def test_a_blocked_partition_is_a_problem_until_it_has_dead_letters(
     assert run("topic", "create", f"{TOPIC}_dlt").exit_code == 0
     code, findings = diagnose(run)
     assert (code, findings["consumers"][0]["status"]) == (0, "warning")
+
+
+def test_an_event_of_which_the_factory_makes_no_dead_letter_is_a_problem(
+    run: Run, consumer: str, platform: EventSQL
+) -> None:
+    platform.registry.register_topic(Topic(f"{TOPIC}_dlt"))
+    platform.dead_letters.configure(lambda _event, _cause: None)
+    publish(platform, b"1")
+    platform.consumers.consume_once(TOPIC, consumer, fail)
+    code, findings = diagnose(run)
+    (finding,) = findings["consumers"]
+    assert (code, finding["status"]) == (1, "problem")
+    assert finding["remedy"].endswith(f"eventsql consumer resume {TOPIC} {consumer}")
 
 
 @pytest.mark.in_rows

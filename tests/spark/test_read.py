@@ -241,6 +241,11 @@ def test_equal_parts_cover_a_range_exactly(after: int, width: int, parts: int) -
         ({"subscribe": None, "assign": "orders"}, ValidationError, "option assign is not a JSON object"),
         ({"subscribe": None, "assign": "[" * 100_000}, ValidationError, "option assign is not a JSON object"),
         ({"startingOffsets": '{"rides": 5}'}, ValidationError, "option startingOffsets: topic 'rides' is not read"),
+        (
+            {"subscribe": "orders,rides", "startingOffsets": '{"orders": 5}'},
+            ValidationError,
+            "option startingOffsets: topic rides is missing",
+        ),
         ({"startingOffsets": '{"orders": {"0": 5}}'}, ValidationError, "startingOffsets: .* lacks partition 1, 2, 3"),
         (
             {"partition": "0", "startingOffsets": '{"orders": {"0": 5, "1": 5}}'},
