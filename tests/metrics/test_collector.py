@@ -412,9 +412,10 @@ def test_a_database_that_does_not_answer_is_down_for_the_scrape_and_comes_back(
         return read(reader)
 
     monkeypatch.setattr(FiguresReader, "read", hanging)
-    monkeypatch.setattr("eventsql_orchestration.metrics.collector.PATIENCE", 0.01)
     collector = PlatformCollector(orders)
-    down = Scrape(collector)
+    with monkeypatch.context() as patched:
+        patched.setattr("eventsql_orchestration.metrics.collector.PATIENCE", 0.01)
+        down = Scrape(collector)
     assert [(each.name, each.value) for each in down.samples] == [("eventsql_up", 0)]
     go.set()
     (readings,) = collector._readings.values()
