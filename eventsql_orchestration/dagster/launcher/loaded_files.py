@@ -65,15 +65,12 @@ class LoadedFiles:
 
     def changed(self) -> str | None:
         """The path of a file that was changed, added or removed since the load; None if there is none."""
-        if self._changed is None:
-            for path, stamp in self._stamps.items():
-                if isinstance(stamp, frozenset):
-                    if differing := stamp ^ _directory_stamp(path):
-                        self._changed = os.path.join(path, min(differing))  # noqa: PTH118 - a path is a str here
-                        break
-                elif self._file_stamp(path) != stamp:
-                    self._changed = path
-                    break
+        for path, stamp in self._stamps.items():
+            if isinstance(stamp, frozenset):
+                if differing := stamp ^ _directory_stamp(path):
+                    return os.path.join(path, min(differing))  # noqa: PTH118 - a path is a str here
+            elif self._file_stamp(path) != stamp:
+                return path
         return self._changed
 
     def _audit(self, event: str, arguments: tuple[object, ...]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -14,11 +15,13 @@ from eventsql_orchestration.dagster.launcher import loaded_files
 from tests.waiting import wait_until
 
 LOAD = """
-import os, runpy, sys, sysconfig
+import importlib.util, os, runpy, sys, sysconfig
 sys.prefix = os.environ.get("EVENTSQL_TEST_PREFIX", sys.prefix)
 if packages := os.environ.get("EVENTSQL_TEST_PACKAGES"):
     sysconfig.get_path = lambda name: packages
 files = runpy.run_path(sys.argv[2])["LoadedFiles"](int(sys.argv[1]))
+# Python lists the directory. A fork server looks for its own modules there before it loads the location.
+importlib.util.find_spec("location_module")
 with files.recorded():
     import location_module
 files.watch(".env")
@@ -42,6 +45,7 @@ NO_CHANGES = {
     "nothing": lambda directory: None,
     "a file that the location wrote": lambda directory: (directory / "written.txt").write_text("again"),
     "a compiled module": lambda directory: (directory / "module.pyc").touch(),
+    "the lock file of an editor": lambda directory: (directory / ".#location_module.py").touch(),
     "a file of no interest": lambda directory: (directory / "output.parquet").touch(),
     "a new directory of a run": lambda directory: _write(directory / "output" / "2026-01-01" / "part.parquet"),
     "a new directory of hidden files": lambda directory: _write(directory / "new" / ".idea" / "hidden.py"),
@@ -102,6 +106,12 @@ def test_a_change_is_noticed(directory: Path, change: object) -> None:
 @pytest.mark.parametrize("change", NO_CHANGES.values(), ids=NO_CHANGES)
 def test_no_change_is_seen_in(directory: Path, change: object) -> None:
     assert changed(directory, change) == "None"
+
+
+def test_compiled_modules_that_have_gone_are_no_change(directory: Path) -> None:
+    compiling = {"PYTHONDONTWRITEBYTECODE": ""}
+    assert changed(directory, NO_CHANGES["nothing"], environment=compiling) == "None"
+    assert changed(directory, lambda _: shutil.rmtree(directory / "__pycache__"), environment=compiling) == "None"
 
 
 def test_a_module_that_changed_while_it_was_imported_counts_as_changed(directory: Path) -> None:
