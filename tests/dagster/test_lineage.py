@@ -145,6 +145,15 @@ def test_a_range_of_partitions_is_named_by_its_ends(bench: Workbench) -> None:
     }
 
 
+def test_an_asset_that_is_a_topic_itself_is_named(bench: Workbench) -> None:
+    @dg.asset(key=topic_key("sums"))
+    def sums(context, eventsql: EventSQLResource) -> None:  # type: ignore[no-untyped-def]  # Dagster's own default
+        publish_events(context, [{"value": "v"}], eventsql=eventsql, topic="sums")
+
+    dg.materialize([sums], instance=bench.instance, resources={"eventsql": bench.eventsql})
+    assert bench.platform.reader.read("sums")[0].metadata["dagster_asset_key"] == "topic/sums"
+
+
 def test_each_op_of_a_run_publishes_separately_also_for_each_mapping_key(bench: Workbench) -> None:
     def publishing(name: str) -> dg.OpDefinition:
         @dg.op(name=name)
