@@ -303,11 +303,12 @@ def test_a_seek_waits_for_the_batch_under_way_and_moves_from_where_that_ends(
 def test_a_batch_that_takes_too_long_is_left_alone(
     platform: EventSQL, sessions: Sessions, monkeypatch: pytest.MonkeyPatch, force: bool
 ) -> None:
-    monkeypatch.setattr(seek_module, "LOCK_SECONDS", 0.05)
     batch = sessions()
     batch.execute("SELECT FROM eventsql.consumer WHERE eql_name = 'fares' AND eql_partition = 1 FOR UPDATE")
-    with pytest.raises(DatabaseBusyError, match=r"'fares' of topic 'orders' did not move"):
-        platform.seeker.execute("orders", "fares", Earliest(), force=force)
+    with monkeypatch.context() as patched:
+        patched.setattr(seek_module, "LOCK_SECONDS", 0.05)
+        with pytest.raises(DatabaseBusyError, match=r"'fares' of topic 'orders' did not move"):
+            platform.seeker.execute("orders", "fares", Earliest(), force=force)
     assert offsets(platform, "fares") == [11, 12]
     batch.rollback()
     platform.seeker.execute("orders", "fares", Earliest())
