@@ -109,7 +109,7 @@ def test_dev_consumes_starts_a_server_that_died_again_and_ends_with_everything(p
         children = psutil.Process(dev.pid).children(recursive=True)
         assert children
         dev.send_signal(signal.SIGINT)
-        assert dev.wait(60) == 130
+        assert dev.wait(PATIENCE) == 130
         assert server.status() is None
         _, left = psutil.wait_procs(children, timeout=PATIENCE)
         assert left == []
