@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 from collections.abc import Collection, Iterable, Mapping
@@ -11,7 +10,6 @@ from datetime import datetime
 
 from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.database import CallersConnection
-from eventsql_orchestration.errors import EventSQLError
 from eventsql_orchestration.queue.queue import Queue
 from eventsql_orchestration.queue.values import (
     ArchivedMessage,
@@ -23,9 +21,8 @@ from eventsql_orchestration.queue.values import (
     QueueDepth,
     QueueStatistics,
 )
+from eventsql_orchestration.queue.worker import give_back
 from eventsql_orchestration.validation import NO_METADATA, Duration, in_seconds
-
-logger = logging.getLogger(__name__)
 
 
 @checked
@@ -62,10 +59,7 @@ class AsyncQueue:
         """As `Queue.receive`. A receive that is cancelled gives its messages back at once, and does not count."""
         deadline = time.monotonic() + in_seconds(wait)
 
-        async def take() -> list[Message]:
-            return await self._take(max_messages, visibility_timeout)
-
-        found = await take()
+        found = await self._take(max_messages, visibility_timeout)
         if found or not wait:
             return found
 
@@ -81,7 +75,7 @@ class AsyncQueue:
         try:
             while True:
                 wake.clear()
-                found = await take()
+                found = await self._take(max_messages, visibility_timeout)
                 left = deadline - time.monotonic()
                 if found or left <= 0:
                     return found
@@ -104,7 +98,7 @@ class AsyncQueue:
                 if not cancelled:
                     found.extend(messages)
                     return
-            self._give_back(messages)
+            give_back(self.queue, messages)
 
         try:
             await asyncio.to_thread(receive)
@@ -113,18 +107,9 @@ class AsyncQueue:
             with lock:
                 cancelled = True
             if found:
-                asyncio.get_running_loop().run_in_executor(None, self._give_back, found)
+                asyncio.get_running_loop().run_in_executor(None, give_back, self.queue, found)
             raise
         return found
-
-    def _give_back(self, messages: list[Message]) -> None:
-        try:
-            self.queue.give_back(messages)
-        except EventSQLError as error:
-            logger.warning(
-                "messages of queue %r whose receive was cancelled come back after their timeout: %s",
-                self.queue.name, error,
-            )  # fmt: skip
 
     async def acknowledge(self, message: Message, *, connection: CallersConnection | None = None) -> None:
         """As `Queue.acknowledge`."""

@@ -81,6 +81,14 @@ def _note_held(messages: Sequence[Message], failure: EventSQLError) -> None:
     )
 
 
+def give_back(queue: MessageQueue, messages: Sequence[Message]) -> None:
+    """Give messages back that nobody handles. If that fails, the log says so, and their visibility timeout does it."""
+    try:
+        queue.give_back(messages)
+    except EventSQLError as failure:
+        _note_held(messages, failure)
+
+
 def reason_of(error: BaseException) -> str:
     """An error as the reason in a message's history."""
     return describe(error)[:_LONGEST_REASON]
@@ -195,7 +203,7 @@ class QueueWorkers(Running):
         try:
             for place, message in enumerate(messages):
                 if self._stop.is_set():
-                    self._give_back(messages[place:])
+                    give_back(self._queue, messages[place:])
                     break
                 if message in self._held:
                     self._handle(message)
@@ -220,7 +228,7 @@ class QueueWorkers(Running):
             if disk_is_full(error):
                 # First, because another worker may handle the message as soon as it is back.
                 self._note_full(message, error)
-                self._give_back([message])
+                give_back(self._queue, [message])
                 self._stop.wait(LONGEST_AWAY)
             elif self._is_blameless(message, connection, error):
                 self._give_back_once_possible(message)
@@ -292,13 +300,7 @@ class QueueWorkers(Running):
                 return
             else:
                 return
-        self._give_back([message])
-
-    def _give_back(self, messages: Sequence[Message]) -> None:
-        try:
-            self._queue.give_back(messages)
-        except EventSQLError as failure:
-            _note_held(messages, failure)
+        give_back(self._queue, [message])
 
     def _ended(self, seconds: float) -> bool:
         """Whether the workers have ended, or end within `seconds`. After `stop`, handlers may take long."""
