@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Unpack
@@ -194,6 +195,10 @@ class EventSQL:
         Raises `ShardSetError` if this process does not know the shard's URL.
         """
         return self._cluster.owner(key)
+
+    def using(self, shard: Shard) -> AbstractContextManager[None]:
+        """A block that uses a shard. If it finds the shard down, the shard counts as down until it answers again."""
+        return self._cluster.using(shard)
 
     def add_url(self, dsn: str) -> None:
         """Tell a running platform the URL of a shard that was added, or is being added.

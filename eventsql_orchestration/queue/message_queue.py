@@ -142,7 +142,8 @@ class MessageQueue:
         failed: dict[str, Exception] = {}
         for table, places in grouped.items():
             try:
-                ids.update(zip(places, table.put([given[each] for each in places], None), strict=True))
+                with self._shards.using(table):
+                    ids.update(zip(places, table.put([given[each] for each in places], None), strict=True))
             except Exception as error:  # noqa: BLE001 - raised below, with the ids of the others
                 failed[table.shard or ""] = error
         if not failed:
@@ -215,7 +216,8 @@ class MessageQueue:
             if not (room := most - len(found)):
                 break
             try:
-                found += table.take(min(room, MAX_IN_ORDER) if table.known().ordered else room, seconds)
+                with self._shards.using(table):
+                    found += table.take(min(room, MAX_IN_ORDER) if table.known().ordered else room, seconds)
             except DatabaseError as error:
                 # Messages that another shard gives must reach their receiver.
                 failures[table.shard or ""] = error

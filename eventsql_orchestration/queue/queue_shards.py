@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from eventsql_orchestration.consuming.running import AnyRunning, Keeper
 from eventsql_orchestration.database import CallersConnection, Database
-from eventsql_orchestration.errors import ShardError, ValidationError
+from eventsql_orchestration.errors import ConnectionLostError, DatabaseUnavailableError, ShardError, ValidationError
 from eventsql_orchestration.queue.options import QueueOptions
 from eventsql_orchestration.queue.queue_table import QueueTable
 from eventsql_orchestration.queue.values import Message, NewMessage, QueueDefinition
@@ -29,6 +30,8 @@ class Platform(Protocol):
     def opened(self) -> tuple[Shard, ...]: ...
 
     def shard_of(self, key: str) -> Shard: ...
+
+    def using(self, shard: Shard) -> AbstractContextManager[None]: ...
 
 
 Source: TypeAlias = Platform | Shard | Database
@@ -99,6 +102,29 @@ class QueueShards:
             if shard.down is not None:
                 raise shard.unavailable()
         return [self._table(shard) for shard in shards]
+
+    @contextmanager
+    def using(self, table: QueueTable) -> Iterator[None]:
+        """Use the queue on a shard, which counts as down from then on if the block finds it down.
+
+        Raises `ShardUnavailableError` if it is down: the error of its database does not name the shard.
+        """
+        if isinstance(self._source, Database | Shard) or self.lone():
+            yield
+            return
+        shard = next(place for place, known in self._tables.items() if known is table)
+        assert isinstance(shard, Shard), "a platform consists of shards"
+        if shard.down is not None:
+            raise shard.unavailable()
+        try:
+            with self._source.using(shard):
+                yield
+        except ConnectionLostError:
+            raise
+        except DatabaseUnavailableError as error:
+            if shard.down is None:
+                raise
+            raise shard.unavailable() from error
 
     def _elsewhere(self, created: QueueTable) -> QueueDefinition | None:
         """The queue as another shard has it, so that a queue gets the same options on every shard."""

@@ -22,6 +22,7 @@ from eventsql_orchestration.errors import (
     ShardSetError,
     ShardUnavailableError,
 )
+from eventsql_orchestration.queue import NewMessage, Queue
 from eventsql_orchestration.sharding import shard_of_key
 from eventsql_orchestration.shards.add_shard import ShardAddition
 from eventsql_orchestration.shards.barriers import Barriers
@@ -189,6 +190,42 @@ def test_keys_of_the_shard_that_is_down_fail_and_all_others_go_on(
     until(lambda: platform.status()[1].state == "takes events")
     platform.publisher.publish(publication(LOST[1]))
     until(lambda: LOST[1] in handled)
+
+
+def test_messages_of_the_shard_that_is_down_fail_with_its_name_and_others_go_to_shards_that_are_up(
+    dsns: list[str], opened: Open, second: EmbeddedPostgres, until: Until
+) -> None:
+    queue = Queue(platform := opened(*dsns).open(), "jobs", visibility_timeout=3_600)
+    queue.send_all([NewMessage(b"0", key=LOST[0]), NewMessage(b"0", key=LEFT[0])])
+    assert len(queue.receive(max_messages=2)) == 2
+    second.stop()
+    with pytest.raises(ShardUnavailableError) as told:
+        queue.send(b"1", key=LOST[0])
+    assert told.value.shard == "shard-2"
+    for _ in range(20):
+        queue.send(b"1")
+    assert {message.shard for message in queue.receive(max_messages=20)} == {"shard-1"}
+    second.start()
+    until(lambda: platform.status()[1].state == "takes events")
+    queue.send(b"2", key=LOST[0])
+    assert [message.shard for message in queue.receive()] == ["shard-2"]
+
+
+def test_a_receiver_that_finds_a_shard_down_asks_it_no_more_until_it_is_back(
+    dsns: list[str], opened: Open, second: EmbeddedPostgres, caplog: pytest.LogCaptureFixture
+) -> None:
+    queue = Queue(opened(*dsns).open(), "jobs")
+    queue.send_all([NewMessage(b"0", key=key) for key in (LEFT[0], LOST[0])])
+    second.stop()
+    try:
+        assert [message.shard for message in queue.receive(max_messages=2, visibility_timeout=0.01)] == ["shard-1"]
+        assert "shard 'shard-2' is down" in caplog.text
+        caplog.clear()
+        for _ in range(10):
+            queue.receive(max_messages=2, visibility_timeout=0.01)
+        assert "nothing was received" not in caplog.text
+    finally:
+        second.start()
 
 
 def test_keys_wait_for_their_shard_where_the_platform_was_told_so(

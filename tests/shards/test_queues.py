@@ -126,11 +126,13 @@ def test_the_only_shard_that_is_up_takes_no_keys_of_the_others(platform: EventSQ
     for shard in platform.shards:
         if shard is not up:
             shard.down = DatabaseUnavailableError("gone")
-    queue.send_all([NewMessage(b"1", key="a"), NewMessage(b"2", key=theirs)])
+    with pytest.raises(PartlySentError) as raised:
+        queue.send_all([NewMessage(b"1", key="a"), NewMessage(b"2", key=theirs)])
+    assert raised.value.ids[1] is None
+    assert raised.value.failed.keys() == {platform.shard_of(theirs).name}
     for shard in platform.shards:
         shard.down = None
-    assert [message.body for message in Queue(up, "jobs").receive(max_messages=9)] == [b"1"]
-    assert [message.body for message in Queue(platform.shard_of(theirs), "jobs").receive(max_messages=9)] == [b"2"]
+    assert [(message.body, message.shard) for message in queue.receive(max_messages=9)] == [(b"1", up.name)]
 
 
 @pytest.mark.parametrize("broken", [0, 1, 2])
