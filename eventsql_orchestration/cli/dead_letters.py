@@ -97,6 +97,7 @@ def list_dead_letters(
     """List the dead letters of TOPIC. --backfill lists the dead letters of a backfill instead."""
     wanted = _letters(**conditions)
     with context.platform() as platform:
+        _check_consumer(platform, topic, wanted)
         letters = platform.dead_letters.list(topic, wanted, limit=limit, redriven=redriven)
         _tell_of_backfills(platform, topic, wanted)
     columns: Columns = {
@@ -120,6 +121,15 @@ def _tell_of_backfills(platform: EventSQL, topic: str, wanted: LetterFilter) -> 
     for backfill, letters in platform.dead_letters.of_backfills(topic).items():
         left_out = f"{counted(letters, 'dead letter')} of backfill {backfill} left out"
         say(f"{left_out}: `eventsql dlt list {topic} --backfill {backfill}` lists them")
+
+
+def _check_consumer(platform: EventSQL, topic: str, wanted: LetterFilter) -> None:
+    """Refuse the name of a consumer that neither exists nor has given up an event."""
+    name = wanted.consumer
+    if name is None or name in {each.name for each in platform.registry.consumers(topic)}:
+        return
+    if not platform.dead_letters.list(topic, LetterFilter(consumer=name, backfill=wanted.backfill), limit=1):
+        platform.registry.consumer(topic, name)
 
 
 def _tell_of_consumers(platform: EventSQL, topic: str, redrives: int) -> None:
@@ -206,6 +216,7 @@ def redrive(
     """
     wanted = _letters(**conditions)
     with context.platform(transfer=execute) as platform:
+        _check_consumer(platform, topic, wanted)
         if (source := platform.dead_letters.topic_of(topic)) is not None:
             # A letter that was given up a moment ago may still wait in the buffer.
             platform.transfer.run_once([source])
@@ -253,6 +264,7 @@ def dismiss(
     """
     wanted = _letters(**conditions)
     with context.platform() as platform:
+        _check_consumer(platform, topic, wanted)
         _tell_of_backfills(platform, topic, wanted)
         if execute:
             dismissed = platform.dead_letters.dismiss(topic, wanted, limit=limit)

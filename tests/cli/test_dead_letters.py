@@ -57,7 +57,7 @@ def test_a_redrive_and_its_plan_say_that_consumers_which_have_handled_the_events
 
 
 def test_a_dead_letter_is_dismissed_once(run: Run, platform: EventSQL) -> None:
-    none = json.loads(run("dlt", "dismiss", TOPIC, "--consumer", "other", "--json").stdout)
+    none = json.loads(run("dlt", "dismiss", TOPIC, "--key", "other", "--json").stdout)
     assert none == {"dismissed": 0, "executed": False}
     result = run("dlt", "dismiss", TOPIC, "--execute")
     assert (result.exit_code, result.stdout) == (0, "")
@@ -69,6 +69,22 @@ def test_a_dead_letter_is_dismissed_once(run: Run, platform: EventSQL) -> None:
     assert "dismissed" in run("dlt", "show", TOPIC, 1).stdout
     for command in ("redrive", "dismiss"):
         assert "0 dead letters" in run("dlt", command, TOPIC, "--execute").stderr
+
+
+@pytest.mark.parametrize(
+    "command", [["list"], ["redrive"], ["redrive", "--execute"], ["dismiss"], ["dismiss", "--execute"]]
+)
+def test_a_consumer_that_does_not_exist_is_named_unless_it_has_given_events_up(
+    run: Run, platform: EventSQL, command: Sequence[str]
+) -> None:
+    name, *options = command
+    refused = run("dlt", name, TOPIC, "--consumer", "mialer", *options)
+    assert refused.exit_code == 1
+    assert "'mialer'" in refused.stderr
+    platform.registry.register_consumer(Consumer(TOPIC, "ledger", partitioned=True))
+    assert run("dlt", name, TOPIC, "--consumer", "ledger", *options).exit_code == 0
+    platform.registry.unregister_consumer(TOPIC, "mailer")
+    assert run("dlt", name, TOPIC, "--consumer", "mailer", *options).exit_code == 0
 
 
 def test_a_dead_letter_is_shown_with_where_it_comes_from_and_what_became_of_it(run: Run) -> None:
@@ -94,8 +110,9 @@ def test_the_value_of_a_dead_letter_that_is_no_text_is_shown_in_hexadecimal(run:
 
 
 def prepare_dead_letters(platform: EventSQL) -> None:
-    """Four of `mailer`, given up in one hour each from midnight on."""
+    """Four of `mailer`, given up in one hour each from midnight on. The consumer `audit` has none."""
     prepare(platform)
+    platform.registry.register_consumer(Consumer(TOPIC, "audit"))
     platform.registry.register_topic(Topic(f"{TOPIC}_dlt"))
     platform.publisher.publish_all(
         Publication(TOPIC, b"", key=f"k{number}", metadata={"source": "web" if number < 2 else "app"}, partition=0)
