@@ -30,7 +30,7 @@ from eventsql_orchestration.cli.output import (
     say,
     show_traceback,
 )
-from eventsql_orchestration.cli.parameters import FILE, command, option
+from eventsql_orchestration.cli.parameters import FILE, Name, command, option
 from eventsql_orchestration.cli.urls import ASK, ask_for_url, urls_of_file
 from eventsql_orchestration.errors import ConfigurationError, EventSQLError, MissingExtraError, ValidationError
 from eventsql_orchestration.validation import split_urls
@@ -195,6 +195,7 @@ _DATABASE: Final = (
     "Without a URL, the embedded server of --home is used."
 )
 _SCHEMA: Final = "The schema of the platform's tables; or EVENTSQL_SCHEMA  [default: eventsql]."
+_SHARD: Final = Name("shard", str)
 _HOME: Final = "The directory of the embedded server and its files; or EVENTSQL_HOME  [default: .eventsql]."
 
 
@@ -212,7 +213,7 @@ def _program(
     *,
     dsn: Annotated[tuple[str, ...], option(_DATABASE, metavar="URL")],
     dsn_file: Annotated[Path | None, option("A file with the URL, or with the URLs of all shards.", type=FILE)],
-    shard: Annotated[str | None, option("Use only the shard of this name.", metavar="NAME")],
+    shard: Annotated[str | None, option("Use only the shard of this name.", type=_SHARD, metavar="NAME")],
     schema: Annotated[str | None, option(_SCHEMA, metavar="NAME")],
     home: Annotated[Path | None, option(_HOME, type=click.Path(path_type=Path, file_okay=False))],
     quiet: Annotated[bool, option("Print only data and errors.", "-q", "--quiet")],

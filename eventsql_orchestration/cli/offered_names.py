@@ -1,4 +1,4 @@
-"""The topics, consumers and queues that Tab offers in the shell.
+"""The topics, consumers, queues and shards that Tab offers in the shell.
 
 Tab has to be quick, so this module asks the database with psycopg alone.
 """
@@ -26,7 +26,7 @@ _SECONDS: Final = 2
 _PLAIN: Final = re.compile(r"[\w@%+=:,./-]+")
 """Names without characters that a shell obeys. A shell puts the chosen name into its line, and would run a `$(…)`."""
 
-_STATEMENTS: Final = {"topic": "topics", "consumer": "consumers", "queue": "queues"}
+_STATEMENTS: Final = {"topic": "topics", "consumer": "consumers", "queue": "queues", "shard": "shards"}
 """The statement that finds the names of a kind."""
 
 

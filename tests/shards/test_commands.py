@@ -30,6 +30,7 @@ from eventsql_orchestration.settings import Settings
 from eventsql_orchestration.shards.shard_state import ShardStore
 from eventsql_orchestration.store import Change, Store
 from tests.cli.conftest import json_lines
+from tests.cli.test_completion import completed
 from tests.conftest import Prepared
 from tests.shards.adding import KEYS
 from tests.shards.conftest import Databases
@@ -541,3 +542,9 @@ def test_a_topic_changes_its_form_on_each_shard(orders: Run) -> None:
     publish_keys(orders)
     consumed = json_lines(orders("consume", "orders", "mailer"))
     assert sorted(str(each["key"]) for each in consumed) == sorted([*KEYS, *KEYS])
+
+
+def test_the_names_of_shards_are_completed(dsns: list[str], orders: Run) -> None:
+    named = [word for dsn in dsns[:2] for word in ("--dsn", dsn)]
+    assert completed(*named, "--shard", "sh") == ["shard-1", "shard-2"]
+    assert completed(*named, "--shard", "other") == []
