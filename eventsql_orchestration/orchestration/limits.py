@@ -48,6 +48,8 @@ class RunLimits:
     def __post_init__(self) -> None:
         check_batch(self.min_events, self.max_events)
         check_seconds("lease", self.lease, zero=False)
+        # A claim would refuse it in each tick.
+        check_seconds("max_wait", self.max_wait, zero=True)
         check_not_negative(self)
 
 
@@ -83,4 +85,6 @@ class WorkLimits:
         for name in ("min_messages", "max_runs", "drain_messages"):
             check_whole(name, getattr(self, name), least=1)
         check_whole("batch", self.batch, least=1, most=MAX_MESSAGES)
+        # `receive` would refuse it in each run.
+        check_seconds("drain_idle", self.drain_idle, zero=True)
         check_seconds("lease", self.lease, zero=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Sequence
@@ -502,7 +503,10 @@ def test_an_impossible_worker_is_refused_at_definition(given: dict[str, Any]) ->
         worker(write, **given)
 
 
-@pytest.mark.parametrize("given", [{"batch": 0}, {"batch": 10_001}, {"max_runs": 0}, {"lease": 0}, {"drain_idle": -1}])
+@pytest.mark.parametrize(
+    "given",
+    [{"batch": 0}, {"batch": 10_001}, {"max_runs": 0}, {"lease": 0}, {"drain_idle": -1}, {"drain_idle": math.inf}],
+)
 def test_limits_that_exclude_work_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         WorkLimits(**given)
