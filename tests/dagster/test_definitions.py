@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -296,6 +297,15 @@ def generating(events: Any, connection: Connection) -> Any:
 def with_a_resource_called_config(events: Any, connection: Connection, config: EventSQLResource) -> None: ...
 
 
+def by_position(events: Any, connection: Connection, /) -> None: ...
+
+
+def of_many(*events: Any, connection: Connection) -> None: ...
+
+
+def with_anything(events: Any, connection: Connection, **others: Any) -> None: ...
+
+
 class Handler:
     def __call__(self, events: Any, connection: Connection) -> None: ...
 
@@ -306,6 +316,9 @@ class Handler:
         (without_events, "needs a parameter called events"),
         (with_a_stranger, "parameter stranger that is neither"),
         (without_annotation, "parameter stranger that is neither"),
+        (by_position, "parameter events takes none by its name"),
+        (of_many, "parameter events takes none by its name"),
+        (with_anything, "parameter others takes none by its name"),
         (asynchronous, "is asynchronous"),
         (generating, "is a generator function"),
         (partial(with_a_stranger, stranger=1), "is not a function"),
@@ -347,6 +360,7 @@ def test_an_annotation_that_fails_when_python_evaluates_it_later_is_refused_with
         {"drain_idle": -0.1},
         {"lease": timedelta(seconds=60)},
         {"max_wait": "5"},
+        {"max_wait": math.inf},
     ],
 )
 def test_limits_that_exclude_one_another_are_refused_when_they_are_defined(limits: dict[str, Any]) -> None:

@@ -31,9 +31,9 @@ class UserFunction:
     def of(cls, function: Callable[..., Any], *required: str) -> UserFunction:
         """Read the signature of a function that takes `required`, and optionally `context` and resources.
 
-        Raises `DagsterInvalidDefinitionError` if a required parameter is missing, if a parameter is neither an argument
-        nor annotated as a resource, if a resource is called `config`, for a coroutine or generator function, which
-        would never run, and for an object without a name, such as a `functools.partial`.
+        Raises `DagsterInvalidDefinitionError` if a required parameter is missing, if a parameter cannot be given by its
+        name, or is neither an argument nor annotated as a resource, if a resource is called `config`, for a coroutine
+        or generator function, which would never run, and for an object without a name, such as a `functools.partial`.
         """
         name = getattr(function, "__name__", None)
         if name is None:
@@ -43,6 +43,12 @@ class UserFunction:
         except ValidationError as error:
             raise dg.DagsterInvalidDefinitionError(error.message) from None
         parameters = signature_of(function).parameters
+        for parameter, kind in ((each.name, each.kind) for each in parameters.values()):
+            if kind not in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY):
+                raise dg.DagsterInvalidDefinitionError(
+                    f"{name}() is called with names, and its parameter {parameter} takes none by its name: leave out "
+                    "`/`, `*` and `**`"
+                )
         for parameter in required:
             if parameter not in parameters:
                 raise dg.DagsterInvalidDefinitionError(
