@@ -171,6 +171,7 @@ _CHECKS: Final[Mapping[str, Callable[[Any], object]]] = {
     "topic": check_topic_name,
     "consumer": partial(check_name, "consumer name"),
     "partitions": check_partitions,
+    "batch": partial(check_whole, "it", least=1),
     "max_attempts": partial(check_whole, "it", least=1),
     "start": parse_place,
 }
@@ -185,8 +186,9 @@ class EventSQLConsumerComponent(dg.Component, dg.Model, dg.Resolvable):
     these components, one has `platform: true`. It has the resource `eventsql`, the transfer and housekeeping, and for
     all components the sensor `lag` and the job `register`. The others have `platform: false`, which `dg scaffold`
     writes. `topics` are further topics: the job `register` creates them, and they are external assets as in
-    `build_definitions`. With `backfills`, ranges can be replayed. `limits`, `options`, `sensor`, `max_attempts`,
-    `filter` and `start` are those of `consumer_asset`; `filter: every event` removes a filter.
+    `build_definitions`. With `backfills`, ranges can be replayed. `batch`, `limits`, `options`, `sensor`,
+    `default_status`, `max_attempts`, `filter` and `start` are those of `consumer_asset`; `filter: every event` removes
+    a filter.
     """
 
     name: str
@@ -196,9 +198,11 @@ class EventSQLConsumerComponent(dg.Component, dg.Model, dg.Resolvable):
     partitioned: bool = False
     file: str = FUNCTION_FILE
     function: str = "consume"
+    batch: int = 1_000
     limits: RunLimits = RunLimits()
     options: AssetOptions = AssetOptions()
     sensor: Literal["partition", "consumer"] | None = None
+    default_status: Literal["RUNNING", "STOPPED"] = "RUNNING"
     max_attempts: int | None = None
     filter: ComponentFilter | Literal["every event"] | None = None
     start: str = "earliest"
@@ -209,7 +213,7 @@ class EventSQLConsumerComponent(dg.Component, dg.Model, dg.Resolvable):
 
     _context: dg.ComponentLoadContext | None = PrivateAttr(default=None)
 
-    @field_validator("name", "topic", "consumer", "partitions", "max_attempts", "start")
+    @field_validator("name", "topic", "consumer", "partitions", "batch", "max_attempts", "start")
     @classmethod
     def _is_possible(cls, value: Any, info: ValidationInfo) -> Any:
         if value is not None:
@@ -274,12 +278,14 @@ class EventSQLConsumerComponent(dg.Component, dg.Model, dg.Resolvable):
             consumer=self.consumer,
             partitioned=self.partitioned,
             name=self.name,
+            batch=self.batch,
             limits=self.limits,
             options=self.options,
             max_attempts=self.max_attempts,
             filter=declared,
             start=parse_place(self.start),
             sensor=self.sensor,
+            default_status=dg.DefaultSensorStatus(self.default_status),
         )(function)
 
     @cached_property

@@ -27,6 +27,7 @@ from eventsql_orchestration.dagster import (
     EventSQLResource,
     LocationOptions,
     build_definitions,
+    component,
     consumer_asset,
     queue_asset,
     range_asset,
@@ -467,6 +468,23 @@ def test_a_defs_yaml_may_declare_filter_start_and_attempts(
     assert registered(filter="every event") == (3, None, 3)
 
 
+@deprecated
+def test_a_defs_yaml_may_limit_the_events_of_a_call_and_leave_the_sensor_off(
+    bench: Workbench, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVENTSQL_DSN", dsn)
+    insert = "connection.execute('INSERT INTO call VALUES (%s)', [len(events)])"
+    monkeypatch.setattr(component, "_FUNCTION", f"def consume(events, connection):\n    {insert}\n")
+    definitions = build(batch=2, default_status="STOPPED")
+    assert definitions.resolve_job_def("register").execute_in_process(instance=bench.instance).success
+    sql(bench.platform, "CREATE TABLE call (events integer)")
+    bench.publish("rides", 5)
+    assert definitions.resolve_job_def("consume_billing").execute_in_process(instance=bench.instance).success
+    assert sql(bench.platform, "SELECT events FROM call") == [(2,), (2,), (1,)]
+    sensor = definitions.get_repository_def().get_sensor_def("consume_billing")
+    assert sensor.default_status is dg.DefaultSensorStatus.STOPPED
+
+
 def test_the_name_of_a_folder_becomes_a_name_that_dagster_accepts() -> None:
     names = {text: usable_name(text) for text in ("billing", "my-mailer", "type", "rides and fares", "—")}
     assert names == {
@@ -499,7 +517,9 @@ def test_two_components_with_the_platform_are_refused_and_the_error_names_the_fi
         ("consumer", " mailer "),
         ("partitions", 0),
         ("limits", {"max_events": 0}),
+        ("batch", 0),
         ("max_attempts", 0),
+        ("default_status", "off"),
         ("filter", {}),
         ("filter", "none"),
         ("filter", {"keys": []}),
