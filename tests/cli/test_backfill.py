@@ -24,6 +24,7 @@ from eventsql_orchestration import Claim, EventSQL, Publication, Topic
 from eventsql_orchestration.cli.backfill import run as run_command
 from eventsql_orchestration.cli.backfill_output import conclude
 from eventsql_orchestration.dagster.backfills import local_launcher
+from eventsql_orchestration.dagster.backfills.assets import ASSETS_METADATA
 from eventsql_orchestration.dagster.backfills.job import DagsterJob
 from eventsql_orchestration.dagster.backfills.local_launcher import LocalRuns
 from eventsql_orchestration.dagster.backfills.remote_launcher import RemoteDagster
@@ -974,7 +975,8 @@ def test_a_url_without_a_webserver_is_refused(closed_port: int) -> None:
 def test_one_of_several_code_locations_with_the_consumer_has_to_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def location(name: str) -> dict[str, Any]:
         tags = [{"key": "eventsql/backfill_of", "value": "orders/ledger"}]
-        node = {"jobNames": ["b"], "partitionDefinition": {"name": "ledger_backfill"}, "metadataEntries": []}
+        assets = [{"label": ASSETS_METADATA, "jsonString": '["ledger"]'}]
+        node = {"jobNames": ["b"], "partitionDefinition": {"name": "ledger_backfill"}, "metadataEntries": assets}
         return {
             "name": "__repository__", "location": {"name": name}, "jobs": [{"name": "b", "tags": tags}],
             "assetNodes": [node],
@@ -985,6 +987,15 @@ def test_one_of_several_code_locations_with_the_consumer_has_to_be_named(monkeyp
     assert RemoteDagster("http://127.0.0.1:3000", "orders", "ledger").job.location == "live"
     locations.append(location("staging"))
     with pytest.raises(ValidationError):
+        _ = RemoteDagster("http://127.0.0.1:3000", "orders", "ledger").job
+
+
+def test_a_job_that_only_has_the_tag_of_a_backfill_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    tags = [{"key": "eventsql/backfill_of", "value": "orders/ledger"}]
+    node = {"jobNames": ["own"], "partitionDefinition": None, "metadataEntries": []}
+    location = {"name": "__repository__", "location": {"name": "live"}, "jobs": [{"name": "own", "tags": tags}]}
+    monkeypatch.setattr(webserver.Webserver, "repositories", lambda _: [{**location, "assetNodes": [node, node]}])
+    with pytest.raises(ValidationError, match="'own'"):
         _ = RemoteDagster("http://127.0.0.1:3000", "orders", "ledger").job
 
 

@@ -121,9 +121,11 @@ class RemoteDagster(Launcher):
 
 
 def _job(repository: Mapping[str, Any], name: str, of: str) -> DagsterJob:
-    (node,) = [node for node in repository["assetNodes"] if name in node["jobNames"]]
-    entries = {each["label"]: each.get("jsonString") for each in node["metadataEntries"]}
-    return DagsterJob(
-        name, tuple(json.loads(entries.get(ASSETS_METADATA) or "[]")), node["partitionDefinition"]["name"], of,
-        repository["location"]["name"], repository["name"],
-    )  # fmt: skip
+    for node in repository["assetNodes"]:
+        entries = {each["label"]: each.get("jsonString") for each in node["metadataEntries"]}
+        if name in node["jobNames"] and ASSETS_METADATA in entries:
+            return DagsterJob(
+                name, tuple(json.loads(entries[ASSETS_METADATA])), node["partitionDefinition"]["name"], of,
+                repository["location"]["name"], repository["name"],
+            )  # fmt: skip
+    raise ValidationError(f"job {name!r} is for backfills of {of}, and none of its assets is one: {DEFINE_IT}")
