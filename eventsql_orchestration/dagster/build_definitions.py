@@ -235,7 +235,10 @@ def dead_letter_topics(consumers: Sequence[ConsumerDefinition]) -> list[Topic]:
 
 
 def environment_resource() -> EventSQLResource:
-    """The resource for the database, or the shards, that the environment names when a run or tick begins."""
+    """The resource for the database, or the shards, in `EVENTSQL_DSN`, which is read when a run or tick begins.
+
+    The schema in `EVENTSQL_SCHEMA` is read when this function is called, so when the location is loaded.
+    """
     return EventSQLResource(dsn=dg.EnvVar(DSN_VARIABLE), db_schema=os.environ.get("EVENTSQL_SCHEMA", DEFAULT_SCHEMA))
 
 

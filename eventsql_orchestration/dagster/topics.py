@@ -104,7 +104,7 @@ def topic_asset(
     `@asset(key=topic_key(…))`. `deps` are the assets that its events come from. `owners` are e-mail addresses or
     `team:…`, as for any asset. `columns` describe its values. `kinds` are added to the kinds of every topic.
     `freshness` is the time without an event after which the topic is stale; a sensor reports the events to Dagster
-    (`topic_observations`). A `translator` may change everything except the key.
+    (`topic_observations`). `tags` are tags of the asset. A `translator` may change everything except the key.
     """
     check_kind("topic", topic, Topic)
     check_several("kinds", kinds)

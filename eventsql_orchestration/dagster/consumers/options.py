@@ -77,7 +77,7 @@ class AssetOptions(dg.Resolvable):
     - `deps`: further assets that the consumer reads, in addition to its topic.
     - `kinds`: added to the kinds of every consumer. None adds `pyspark` for `range_asset`, and nothing for
       `consumer_asset`.
-    - `tags`: the tags of its runs.
+    - `tags`: the tags of its runs, and not of the asset. A `translator` gives tags to the asset.
     - `pool`: the pool that limits its runs (docs/dagster_operations.md). An asset of kind `pyspark` is in `SPARK_POOL`
       by default; name that pool for any other function that starts a session.
     - `retry_policy`: Dagster's retry policy, for faults outside of events, for example an unreachable database. The run

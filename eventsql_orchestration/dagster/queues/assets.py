@@ -73,8 +73,8 @@ def queue_asset(
 ) -> dg.AssetSpec:
     """A queue as an external asset, `queue/<name>`: services and consumers send to it.
 
-    `build_queue_sensor` shows its depth and age. `deps` are the assets whose runs send to it. A `translator` may change
-    everything except the key. Raises `InvalidNameError`.
+    `build_queue_sensor` shows its depth and age. `deps` are the assets whose runs send to it. `tags` are tags of the
+    asset. A `translator` may change everything except the key. Raises `InvalidNameError`.
     """
     spec = dg.AssetSpec(
         queue_key(name), deps=dependencies(deps), description=description or f"Messages of queue {name}.",
