@@ -6,14 +6,19 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Final
 
+from psycopg import sql
+
 from eventsql_orchestration.cli.findings import Finding, ok, problem, warning
 from eventsql_orchestration.consumer import ConsumerState
 from eventsql_orchestration.consuming.dead_letter_values import refused, tried
 from eventsql_orchestration.consuming.deliveries import unattended
 from eventsql_orchestration.consuming.lag_values import ConsumerLag, LagCause
-from eventsql_orchestration.model import DEAD_LETTER_SUFFIX
+from eventsql_orchestration.database import Database
+from eventsql_orchestration.errors import InvalidNameError
+from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, check_topic_name
 from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.storage.metrics import COUNTED, LogMetrics
+from eventsql_orchestration.topics.catalog import refuse_capitals
 from eventsql_orchestration.topics.leftovers import Leftovers
 from eventsql_orchestration.topics.side_consumers import without_backfills
 from eventsql_orchestration.validation import advised, age, counted
@@ -34,12 +39,7 @@ def leftover_findings(shard: Shard) -> Iterator[Finding]:
             "eventsql topic retain --execute",
         )
     for name in leftovers.unregistered():
-        yield warning(
-            "leftovers",
-            f"the buffer has events for topic {name}, which does not exist: they are moved when it is registered",
-            f"{advised('topic create', name)}, and if nobody needs them, then "
-            f"{advised('topic delete --execute --force', name)}",
-        )
+        yield _unregistered(shard.database, name)
     for topic in shard.registry.topics():
         for each in leftovers.lacking(topic.name):
             yield problem(
@@ -49,6 +49,28 @@ def leftover_findings(shard: Shard) -> Iterator[Finding]:
                 f"{advised('consumer create --partitioned', topic.name, each.consumer)}, which adds the others "
                 "from their earliest events on",
             )
+
+
+def _unregistered(database: Database, name: str) -> Finding:
+    found = f"the buffer has events for topic {name}, which does not exist"
+    try:
+        check_topic_name(name)
+        with database.core() as connection:
+            refuse_capitals(connection, name)
+    except InvalidNameError as error:
+        query = sql.SQL("DELETE FROM {}.event_buffer WHERE eql_topic = {}")
+        delete = query.format(sql.Identifier(database.schema), sql.Literal(name)).as_string()
+        return warning(
+            "leftovers",
+            f"{found}: {error}",
+            f"correct the program that publishes them, and publish them again under the topic's name; then: {delete}",
+        )
+    return warning(
+        "leftovers",
+        f"{found}: they are moved when it is registered",
+        f"{advised('topic create', name)}, and if nobody needs them, then "
+        f"{advised('topic delete --execute --force', name)}",
+    )
 
 
 def consumer_findings(shard: Shard) -> Iterator[Finding]:

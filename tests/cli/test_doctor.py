@@ -114,6 +114,26 @@ def test_events_of_a_topic_that_does_not_exist_are_deleted_by_the_commands_that_
     assert "leftovers" not in diagnose(run)[1]
 
 
+@pytest.mark.parametrize("name", ["ORDERS", "it's"])
+def test_events_of_a_topic_that_cannot_be_created_are_deleted_by_the_statement_that_the_doctor_names(
+    run: Run, platform: EventSQL, name: str
+) -> None:
+    platform.registry.register_topic(Topic("orders"))
+    with platform.database.connection() as connection:
+        connection.execute(
+            "INSERT INTO eventsql.event_buffer (eql_topic, eql_partition, eql_value, eql_metadata) "
+            "VALUES (%s, -1, '', '{}')",
+            [name],
+        )
+    (finding,) = diagnose(run)[1]["leftovers"]
+    assert f"topic {name}, which does not exist" in finding["message"]
+    statement = re.search("DELETE FROM .*", finding["remedy"])
+    assert statement is not None
+    with platform.database.connection() as connection:
+        connection.execute(statement[0].encode())
+    assert "leftovers" not in diagnose(run)[1]
+
+
 def test_a_consumer_that_lacks_partitions_is_named_with_the_command_that_adds_them(
     run: Run, platform: EventSQL
 ) -> None:
