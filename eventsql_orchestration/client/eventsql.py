@@ -28,7 +28,7 @@ from eventsql_orchestration.consuming.claims import Claims
 from eventsql_orchestration.consuming.lag import ConsumerLag
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.database.notifications import Listener
-from eventsql_orchestration.errors import SingleShardError
+from eventsql_orchestration.errors import SingleShardError, WrongShardError
 from eventsql_orchestration.publishing.buffer_limits import BufferOptions
 from eventsql_orchestration.shards.barriers import Barriers, HeldBack
 from eventsql_orchestration.shards.cluster import Cluster, OnShardDown
@@ -199,6 +199,13 @@ class EventSQL:
     def using(self, shard: Shard) -> AbstractContextManager[None]:
         """A block that uses a shard. If it finds the shard down, the shard counts as down until it answers again."""
         return self._cluster.using(shard)
+
+    def reconsider(self, error: WrongShardError, since: float) -> None:
+        """Read the set of shards again after a shard refused a key; wait a little if the shard is being added.
+
+        Raises `error` if `shard_timeout` has passed `since` a time of `time.monotonic`.
+        """
+        self._cluster.reconsider(error, [], since + self._cluster.timeout)
 
     def add_url(self, dsn: str) -> None:
         """Tell a running platform the URL of a shard that was added, or is being added.

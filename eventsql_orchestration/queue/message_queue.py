@@ -7,7 +7,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from typing import Final
 
@@ -15,11 +15,13 @@ from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.database import CallersConnection, Connection
 from eventsql_orchestration.errors import (
     DatabaseError,
+    EventSQLError,
     MessageNotFoundError,
     PartlySentError,
     QueueNotFoundError,
     ShardError,
     ValidationError,
+    WrongShardError,
     first_error,
 )
 from eventsql_orchestration.maintenance.erasure import check_keys
@@ -102,7 +104,7 @@ class MessageQueue:
         whose `deduplication_id` was sent before, gives the id of that message.
 
         Raises `ValidationError`, with nothing sent, for values that cannot be stored and for a connection to another
-        database.
+        database, and `WrongShardError` for a key of an ordered queue that belongs to another shard.
         """
         message = NewMessage(body, key, metadata, delay, due, priority, deduplication_id)
         if self._shards.lone():
@@ -116,8 +118,9 @@ class MessageQueue:
         """Send up to 10,000 messages in one statement, all or none, and return their ids in the same order.
 
         With `connection`, they are sent when the caller's transaction commits. Over several shards, the messages of
-        each shard are one statement, and `PartlySentError` says which messages were sent if a shard has failed. Raises
-        as `send`.
+        each shard are one statement, and `PartlySentError` says which messages were sent if a shard has failed. While
+        a shard is being added, the keys of an ordered queue that move to it wait for up to `shard_timeout`. Raises as
+        `send`.
         """
         check_several("messages", messages)
         given = [each if isinstance(each, NewMessage) else _bare(each) for each in messages]
@@ -129,29 +132,59 @@ class MessageQueue:
         if connection is not None:
             # Check the connection even if there is nothing to send.
             table = self._shards.where(connection, given, tables)
-            return table.put(given, connection) if given else []
+            try:
+                return table.put(given, connection) if given else []
+            except WrongShardError as error:
+                # A caller that asks for the shard now gets the new answer, if the shards can be read.
+                with suppress(EventSQLError):
+                    self._shards.reconsider(error, time.monotonic())
+                raise
         return self._send_over_shards(given, tables)
 
     def _send_over_shards(self, given: Sequence[NewMessage], tables: Sequence[QueueTable]) -> list[int]:
-        grouped: dict[QueueTable, list[int]] = {}
-        for place, message in enumerate(given):
-            # A message with the same deduplication id has to go to the shard of the first message.
-            key = message.deduplication_id if message.key is None else message.key
-            grouped.setdefault(self._shards.for_key(key, tables), []).append(place)
+        started = time.monotonic()
         ids: dict[int, int] = {}
         failed: dict[str, Exception] = {}
-        for table, places in grouped.items():
+        left = self._by_table(given, range(len(given)), tables)
+        while left:
+            refused: tuple[str, WrongShardError] | None = None
+            again: list[int] = []
+            for table, places in left.items():
+                try:
+                    with self._shards.using(table):
+                        ids.update(zip(places, table.put([given[each] for each in places], None), strict=True))
+                except WrongShardError as error:
+                    refused = table.shard or "", error
+                    again += places
+                except Exception as error:  # noqa: BLE001 - raised below, with the ids of the others
+                    failed[table.shard or ""] = error
+            if refused is None:
+                break
+            # A shard was added, or is being added, and the keys have moved to it.
             try:
-                with self._shards.using(table):
-                    ids.update(zip(places, table.put([given[each] for each in places], None), strict=True))
+                self._shards.reconsider(refused[1], started)
+                left = self._by_table(given, sorted(again), self._shards.all())
             except Exception as error:  # noqa: BLE001 - raised below, with the ids of the others
-                failed[table.shard or ""] = error
+                failed[refused[0]] = error
+                break
         if not failed:
             return [ids[place] for place in range(len(given))]
         first = first_error(failed)
         if not ids:
             raise first
         raise PartlySentError([ids.get(place) for place in range(len(given))], failed) from first
+
+    def _by_table(
+        self, given: Sequence[NewMessage], places: Iterable[int], tables: Sequence[QueueTable]
+    ) -> dict[QueueTable, list[int]]:
+        """The places of messages by the queue on their shard."""
+        grouped: dict[QueueTable, list[int]] = {}
+        for place in places:
+            message = given[place]
+            # A message with the same deduplication id has to go to the shard of the first message.
+            key = message.deduplication_id if message.key is None else message.key
+            grouped.setdefault(self._shards.for_key(key, tables), []).append(place)
+        return grouped
 
     # Receiving
 

@@ -9,7 +9,13 @@ from typing import Protocol, TypeAlias, runtime_checkable
 
 from eventsql_orchestration.consuming.running import AnyRunning, Keeper
 from eventsql_orchestration.database import CallersConnection, Database
-from eventsql_orchestration.errors import ConnectionLostError, DatabaseUnavailableError, ShardError, ValidationError
+from eventsql_orchestration.errors import (
+    ConnectionLostError,
+    DatabaseUnavailableError,
+    ShardError,
+    ValidationError,
+    WrongShardError,
+)
 from eventsql_orchestration.queue.options import QueueOptions
 from eventsql_orchestration.queue.queue_table import QueueTable
 from eventsql_orchestration.queue.values import Message, NewMessage, QueueDefinition
@@ -32,6 +38,8 @@ class Platform(Protocol):
     def shard_of(self, key: str) -> Shard: ...
 
     def using(self, shard: Shard) -> AbstractContextManager[None]: ...
+
+    def reconsider(self, error: WrongShardError, since: float) -> None: ...
 
 
 Source: TypeAlias = Platform | Shard | Database
@@ -159,6 +167,11 @@ class QueueShards:
             return random.choice(tables)  # noqa: S311 - no secret
         assert not isinstance(self._source, Database | Shard)
         return self._table(self._source.shard_of(key))
+
+    def reconsider(self, error: WrongShardError, since: float) -> None:
+        """Read the shards of a platform again after one of several refused messages. See `EventSQL.reconsider`."""
+        assert not isinstance(self._source, Database | Shard)
+        self._source.reconsider(error, since)
 
     def where(
         self, connection: CallersConnection, messages: Sequence[NewMessage], tables: Sequence[QueueTable]

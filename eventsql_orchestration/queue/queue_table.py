@@ -24,7 +24,9 @@ from eventsql_orchestration.errors import (
     MessageNotFoundError,
     QueueNotFoundError,
     RedefinitionError,
+    ShardPendingError,
     ValidationError,
+    WrongShardError,
 )
 from eventsql_orchestration.queue.arrays import adapt_arrays, bigint_array, decode_bigints, integer_array
 from eventsql_orchestration.queue.options import QueueOptions
@@ -165,7 +167,10 @@ class QueueTable:
     # Sending
 
     def put(self, messages: Sequence[NewMessage], connection: CallersConnection | None) -> list[int]:
-        """Write messages in one statement, and notify receivers unless the caller commits. Gives the ids in order."""
+        """Write messages in one statement, and notify receivers unless the caller commits. Gives the ids in order.
+
+        Raises `WrongShardError` if this database is a shard that does not take them.
+        """
         columns = columns_of(messages)
         try:
             ids = self._put_alone(columns) if connection is None else self._put_joined(columns, connection)
@@ -174,6 +179,18 @@ class QueueTable:
                 raise ValidationError(
                     f"a key is too long for the ordered queue {self.name!r}, which has an index of keys: use keys of "
                     f"at most {ORDERED_KEY_BYTES} bytes; nothing was sent"
+                ) from error
+            if isinstance(cause := error.__cause__, psycopg.errors.ObjectNotInPrerequisiteState):
+                found = cause.diag.message_primary
+                if cause.diag.constraint_name == "active_shard":
+                    raise ShardPendingError(
+                        f"{found}, because its addition is not finished: finish it with `eventsql shard add … "
+                        "--execute`",
+                        shard=self.shard or "",
+                    ) from error
+                raise WrongShardError(
+                    f"{found}: send the message through a platform on all shards, or on a connection to the shard of "
+                    "the key (platform.shard_of(key))"
                 ) from error
             raise
         if not ids:

@@ -87,6 +87,7 @@ EXEMPT = {
     "Database.meaning": "takes the errors of the driver alone",
     "Acknowledgement.finish": "only the publisher calls it, for each event",
     "Aggregate.apply": "the code of users",
+    "EventSQL.reconsider": "only queues over several shards call it",
     "Claim.of_row": "only the platform calls it, with a row of its own",
     "DeadLetterCause.of": "only the platform calls it, with the error of a handler",
 }

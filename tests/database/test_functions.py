@@ -31,7 +31,7 @@ NEWEST = {
     "publishing": ("0063", "de8e35eb28fe48e9"),
     "queue": ("0063", "7b098d53469a7a1b"),
     "queue_receiving": ("0065", "f109bd6877e62b7f"),
-    "queue_sending": ("0065", "e4ec6aadef82c1c8"),
+    "queue_sending": ("0075", "182543145decbb56"),
     "queue_settling": ("0071", "f1c94bc5f308a7d9"),
     "reading": ("0063", "7bfb14c734beb928"),
     "store": ("0023", "b23aa28548abfbba"),

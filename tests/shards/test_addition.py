@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any, TypeAlias
 
 import psycopg
@@ -19,10 +21,12 @@ from eventsql_orchestration.errors import (
     DatabaseBusyError,
     DatabaseUnavailableError,
     PartlyPublishedError,
+    PartlySentError,
     ShardPendingError,
     ShardSetError,
     WrongShardError,
 )
+from eventsql_orchestration.queue import NewMessage, Queue
 from eventsql_orchestration.sharding import shard_of_key
 from eventsql_orchestration.shards import cluster
 from eventsql_orchestration.shards.add_shard import ShardAddition
@@ -350,6 +354,64 @@ def test_a_publisher_with_the_old_set_is_refused_in_the_transaction_that_would_h
     platform.add_url(dsns[2])
     platform.publisher.publish(publication(MOVING, 3))
     assert numbers(platform, MOVING) == {name: [0, 1, 2], "shard-3": [3]}
+
+
+def test_a_sender_with_the_old_set_puts_no_message_in_order_on_the_former_shard_of_its_key(
+    dsns: list[str], opened: Open, addition: Adding
+) -> None:
+    home, platform, outbox = dsns[0], opened(*dsns[:2]), opened(*dsns[:2])
+    jobs, alone = Queue(platform, "jobs", ordered=True), Queue(opened(home), "jobs")
+    jobs.send(b"0", key=MOVING)
+    assert outbox.shard_of(MOVING).name == "shard-1"
+    with psycopg.connect(home) as mine:
+        addition(dsns).execute()
+        with pytest.raises(WrongShardError):
+            Queue(outbox, "jobs").send(b"1", key=MOVING, connection=mine)
+        mine.rollback()
+        with pytest.raises(ShardSetError, match="no URL of shard 'shard-3'"):
+            outbox.shard_of(MOVING)
+        with pytest.raises(PartlySentError) as caught:
+            jobs.send_all([NewMessage(b"1", key=key) for key in (MOVING, STAYING[1])])
+        assert [sent is not None for sent in caught.value.ids] == [False, True]
+        with pytest.raises(ShardSetError, match=r"no URL of shard 'shard-3'.*add_url"):
+            jobs.send(b"1", key=MOVING)
+        for send in (partial(alone.send, b"1", key=MOVING), partial(alone.send, b"1", key=MOVING, connection=mine)):
+            with pytest.raises(WrongShardError):
+                send()
+    platform.add_url(dsns[2])
+    jobs.send(b"1", key=MOVING)
+    found = {str(shard.name): Queue(shard, "jobs").peek() for shard in platform.shards}
+    assert {
+        shard: [message.body for message in messages if message.key == MOVING] for shard, messages in found.items()
+    } == {"shard-1": [b"0"], "shard-2": [], "shard-3": [b"1"]}
+
+
+def test_a_message_in_order_whose_key_moves_waits_for_its_shard(
+    dsns: list[str], opened: Open, addition: Adding
+) -> None:
+    addition(dsns).execute(only_prepare=True)
+    platform, hasty = opened(*dsns, shard_timeout=60.0), opened(*dsns, shard_timeout=0.0)
+    jobs = Queue(platform, "jobs", ordered=True)
+    jobs.send(b"0", key=MOVING)
+
+    def dies(step: str) -> None:
+        if "shard-1" in step:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        addition(dsns, dies).execute()
+    for _ in range(2):
+        # The first call finds out that the set has changed.
+        with pytest.raises(WrongShardError):
+            Queue(hasty, "jobs").send(b"1", key=MOVING)
+    Queue(hasty, "jobs").send_all([NewMessage(b"1", key=key) for key in STAYING])
+    with ThreadPoolExecutor() as thread:
+        sent = thread.submit(jobs.send, b"1", key=MOVING)
+        wait_until(lambda: "shard-3" in platform.members()[-1].label)
+        addition(dsns).execute()
+        sent.result(timeout=PATIENCE)
+    third = next(shard for shard in platform.shards if shard.name == "shard-3")
+    assert [message.body for message in Queue(third, "jobs").receive(max_messages=9)] == [b"1"]
 
 
 @pytest.mark.parametrize("shard_timeout", [10.0, 0.0])

@@ -61,7 +61,11 @@ DECLARE
     name text;
     place integer;
     sent bigint;
+    own text;
+    active boolean;
+    elsewhere text;
 BEGIN
+    SELECT s.eql_name, s.eql_active INTO own, active FROM {schema}.shard s;
     SELECT q.eql_name, q.eql_ordered, q.eql_deduplication_seconds INTO name, in_order, seconds
     FROM {schema}.queue q WHERE q.eql_id = of_queue;
     IF in_order IS NULL THEN
@@ -94,6 +98,27 @@ BEGIN
                          'deduplication id at most 1024 bytes. A due time is in the years 1 to 9999, a delay is 0 to '
                          '31536000 seconds, and a priority is 0 to 9. Metadata are a JSON object of strings, each name '
                          'once, with at most 16777216 bytes.';
+    END IF;
+
+    IF own IS NOT NULL THEN
+        IF in_order THEN
+            SELECT each.key INTO elsewhere
+            FROM (SELECT l.eql_shards FROM {schema}.shard_layout l ORDER BY l.eql_generation DESC LIMIT 1) layout
+            CROSS JOIN unnest(keys) AS each (key)
+            WHERE own <> (
+                SELECT shard FROM unnest(layout.eql_shards) AS shard
+                ORDER BY sha256(convert_to(shard, 'UTF8') || decode('00', 'hex') || convert_to(each.key, 'UTF8')) DESC
+                LIMIT 1
+            ) AND each.key IS NOT NULL
+            LIMIT 1;
+        END IF;
+        IF elsewhere IS NOT NULL OR NOT active THEN
+            RAISE EXCEPTION 'shard % takes no message of key % for queue %',
+                own, quote_nullable(elsewhere), quote_literal(name)
+                USING ERRCODE = 'object_not_in_prerequisite_state',
+                      CONSTRAINT = CASE WHEN active THEN 'key_of_shard' ELSE 'active_shard' END,
+                      HINT = 'Send the message on the shard of its key, or finish the addition of this shard.';
+        END IF;
     END IF;
 
     IF in_order OR deduplication_ids IS NOT NULL THEN
@@ -178,9 +203,6 @@ CREATE OR REPLACE FUNCTION {schema}.queue_send_all(
 LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
     known record;
-    own text;
-    active boolean;
-    elsewhere text;
     ids bigint[];
 BEGIN
     known := {schema}.queue_number(queue);
@@ -191,26 +213,6 @@ BEGIN
             USING ERRCODE = 'invalid_parameter_value', HINT = 'For messages without keys, delays and so on, pass NULL.';
     END IF;
 
-    SELECT s.eql_name, s.eql_active INTO own, active FROM {schema}.shard s;
-    IF own IS NOT NULL THEN
-        IF known.in_order THEN
-            SELECT each.key INTO elsewhere
-            FROM (SELECT l.eql_shards FROM {schema}.shard_layout l ORDER BY l.eql_generation DESC LIMIT 1) layout
-            CROSS JOIN unnest(keys) AS each (key)
-            WHERE own <> (
-                SELECT name FROM unnest(layout.eql_shards) AS name
-                ORDER BY sha256(convert_to(name, 'UTF8') || decode('00', 'hex') || convert_to(each.key, 'UTF8')) DESC
-                LIMIT 1
-            ) AND each.key IS NOT NULL
-            LIMIT 1;
-        END IF;
-        IF elsewhere IS NOT NULL OR NOT active THEN
-            RAISE EXCEPTION 'shard % takes no message of key % for queue %',
-                own, quote_nullable(elsewhere), quote_nullable(queue)
-                USING ERRCODE = 'object_not_in_prerequisite_state',
-                      HINT = 'Send the message on the shard of its key, or finish the addition of this shard.';
-        END IF;
-    END IF;
     IF cardinality(bodies) = 0 THEN
         RETURN '{}';
     END IF;
