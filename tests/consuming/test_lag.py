@@ -57,6 +57,27 @@ def nothing(_events: Sequence[Event], _connection: Connection) -> None:
     pass
 
 
+@pytest.mark.parametrize("storage", ["blocks", "rows"])
+@pytest.mark.parametrize(("time", "years"), [("infinity", 0), ("-infinity", 2_000)])
+def test_a_program_may_publish_an_event_with_an_infinite_time(
+    platform: EventSQL, storage: Storage, time: str, years: int
+) -> None:
+    platform.registry.register_topic(Topic("odd", storage=storage)).register_consumer(Consumer("odd", "mailer"))
+    with platform.database.connection() as connection:
+        connection.execute(
+            "INSERT INTO eventsql.event_buffer (eql_topic, eql_partition, eql_value, eql_metadata, eql_created_at) "
+            "VALUES ('odd', -1, '', '{}', %s::timestamptz)",
+            [time],
+        )
+    for moved in (False, True):
+        if moved:
+            platform.transfer.run_once()
+        (lag,) = platform.lag("odd")
+        assert lag.buffered == (not moved)
+        assert lag.events == 1
+        assert years <= round(lag.seconds / timedelta(days=366).total_seconds()) < years + 30
+
+
 def test_every_consumer_partition_is_listed_in_order(platform: EventSQL) -> None:
     platform.registry.register_consumer(Consumer("payments", "a"))
     assert [(lag.topic, lag.consumer, lag.partition) for lag in platform.lag()] == [

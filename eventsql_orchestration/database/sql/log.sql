@@ -116,8 +116,10 @@ LEFT JOIN {schema}.spark_staged_event block ON block.eql_buffer_id = b.eql_id
 WHERE b.eql_id = %(id)s;
 
 -- buffered -- Events in the buffer by topic and partition, events of blocks included: number, seconds since the oldest
--- came.
-SELECT eql_topic, eql_partition, sum(events)::bigint, extract(epoch FROM clock_timestamp() - min(since))::float8
+-- came. A program may have written an infinite time, which a server before version 17 does not subtract.
+SELECT eql_topic, eql_partition, sum(events)::bigint,
+       extract(epoch FROM clock_timestamp()
+           - greatest('0001-01-02 00:00+00', least('9999-12-31 00:00+00', min(since))))::float8
 FROM (
     SELECT eql_topic, coalesce(eql_block_partition, eql_partition) AS eql_partition, sum(coalesce(eql_events, 1)) AS events,
            min(eql_created_at) AS since

@@ -1,4 +1,5 @@
 -- parts of blocks_parts
+-- parts of times
 
 -- part numbered_blocks -- Blocks, each with the numbers of its events before the offset and after it.
 SELECT e.*, {up_to of c.after} AS passed, eql_events - {up_to of c.after} AS held
@@ -6,8 +7,7 @@ FROM {schema}.{block_table} e
 
 -- part first_of_blocks -- The first event of a block that is left, and the seconds since it was published.
 SELECT e.eql_id AS block, {id_at of {up_to of c.after} + 1} AS id,
-       extract(epoch FROM clock_timestamp() - coalesce(eql_times[{up_to of c.after} + 1], eql_buffered_at))::float8
-           AS seconds
+       {seconds_since of coalesce(eql_times[{up_to of c.after} + 1], eql_buffered_at)} AS seconds
 FROM {schema}.{block_table} e
 
 -- part of_partition -- The conditions of `ready`.

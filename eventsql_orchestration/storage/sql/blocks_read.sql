@@ -1,4 +1,5 @@
 -- parts of blocks_parts
+-- parts of times
 
 -- part after -- Where the range begins.
 %(after)s::bigint
@@ -146,7 +147,7 @@ FROM ({numbered of {most}}) numbered
 WHERE before < {most};
 
 -- oldest -- Seconds since the first event after an offset was published.
-SELECT extract(epoch FROM clock_timestamp() - published)::float8
+SELECT {seconds_since of published}
 FROM ({next_runs of 1}) runs
 ORDER BY start
 LIMIT 1;

@@ -1,5 +1,6 @@
 -- parts of forms
 -- parts of erasing
+-- parts of times
 
 -- readable -- The given topics whose logs exist, if the current role may read the logs.
 SELECT known.topic
@@ -37,7 +38,7 @@ CROSS JOIN LATERAL (
     FROM (SELECT e.eql_id FROM {schema}.{event_table} e {next} LIMIT (SELECT %(most)s::bigint)) next
 ) counted
 LEFT JOIN LATERAL (
-    SELECT e.eql_id AS id, extract(epoch FROM clock_timestamp() - e.eql_buffered_at::timestamptz)::float8 AS seconds
+    SELECT e.eql_id AS id, {seconds_since of e.eql_buffered_at} AS seconds
     FROM {schema}.{event_table} e {next} LIMIT 1
 ) first ON true
 

@@ -1,3 +1,5 @@
+-- parts of times
+
 -- part value -- The value of an event; NULL for an erased one, whose metadata begin with a mark.
 CASE WHEN octet_length(eql_value) > 0 OR NOT starts_with(eql_metadata::text, '{{"eventsql_erased":') THEN eql_value END
 
@@ -46,7 +48,7 @@ FROM (
 ) next;
 
 -- oldest -- Seconds since the first event after an offset was published.
-SELECT extract(epoch FROM clock_timestamp() - eql_buffered_at)::float8
+SELECT {seconds_since of eql_buffered_at}
 FROM {schema}.{event_table}
 WHERE {in_partition} eql_id > %(after)s
 ORDER BY eql_id
