@@ -13,7 +13,7 @@ from eventsql_orchestration import AsyncPublisher, EventSQL, Placement, Publicat
 from eventsql_orchestration.errors import EventSQLError, PublisherClosedError
 from eventsql_orchestration.publishing import async_publisher
 from tests.forms import check_order
-from tests.publishing.conftest import published
+from tests.publishing.conftest import order, published
 from tests.waiting import PATIENCE
 
 if TYPE_CHECKING:
@@ -29,10 +29,6 @@ def prepare(platform: EventSQL) -> None:
 
 
 pytestmark = pytest.mark.prepared.with_args(prepare)
-
-
-def order(value: bytes, **fields: Any) -> Publication:
-    return Publication("orders", value, **fields)
 
 
 def log(platform: EventSQL) -> list[bytes]:

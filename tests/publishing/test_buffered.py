@@ -39,7 +39,7 @@ from eventsql_orchestration.topics import registry
 from eventsql_orchestration.topics.partitioner import partition_of_key
 from tests.forms import none_is, stored
 from tests.interrupting import interrupted
-from tests.publishing.conftest import published
+from tests.publishing.conftest import order, published
 from tests.waiting import PATIENCE, wait_until
 
 if TYPE_CHECKING:
@@ -75,10 +75,6 @@ def opened(platform: EventSQL) -> Iterator[Open]:
             # A flush that was given up ends by itself.
             if lane.thread is not None:
                 lane.thread.join(PATIENCE)
-
-
-def order(value: bytes, **fields: Any) -> Publication:
-    return Publication("orders", value, **fields)
 
 
 def log(platform: EventSQL, topic: str = "orders") -> list[tuple[int, bytes]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -20,6 +20,7 @@ from eventsql_orchestration.errors import (
 )
 from eventsql_orchestration.publishing import publisher
 from tests.forms import none_is, stored
+from tests.publishing.conftest import order, prepare
 from tests.publishing.ways import WAYS, Way
 from tests.relay import held_commits, relayed
 
@@ -38,10 +39,6 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
     return way
 
 
-def prepare(platform: EventSQL) -> None:
-    platform.registry.register_topic(Topic("orders", 3)).register_topic(Topic("payments"))
-
-
 pytestmark = [pytest.mark.both_forms, pytest.mark.prepared.with_args(prepare)]
 
 
@@ -49,10 +46,6 @@ pytestmark = [pytest.mark.both_forms, pytest.mark.prepared.with_args(prepare)]
 def _remembered(platform: EventSQL) -> None:
     """A publisher knows its topics and does not look again for seconds."""
     platform.registry.cached_topic("orders")
-
-
-def order(value: object, **fields: Any) -> Publication:
-    return Publication("orders", str(value).encode(), **fields)
 
 
 def values(platform: EventSQL) -> list[bytes]:

@@ -26,7 +26,7 @@ from eventsql_orchestration.publishing import batches
 from eventsql_orchestration.publishing.batches import STRAIGHT_MOST
 from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.topics import catalog
-from tests.publishing.conftest import published
+from tests.publishing.conftest import order, prepare, published
 from tests.waiting import PATIENCE
 
 if TYPE_CHECKING:
@@ -42,15 +42,7 @@ def platform(dsn: str) -> Iterator[EventSQL]:
         yield opened
 
 
-def prepare(platform: EventSQL) -> None:
-    platform.registry.register_topic(Topic("orders", 3)).register_topic(Topic("payments"))
-
-
 pytestmark = pytest.mark.prepared.with_args(prepare)
-
-
-def order(value: bytes, **fields: Any) -> Publication:
-    return Publication("orders", value, **fields)
 
 
 def numbered(count: int) -> list[Publication]:

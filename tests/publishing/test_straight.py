@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psycopg
 import pytest
@@ -22,6 +22,7 @@ from eventsql_orchestration.errors import DatabaseUnavailableError
 from eventsql_orchestration.publishing import batch_sizes, batches, log_writer, publisher
 from eventsql_orchestration.storage import sequences
 from tests.forms import check_order, in_blocks, stored
+from tests.publishing.conftest import order, prepare
 from tests.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -33,15 +34,7 @@ if TYPE_CHECKING:
 MANY = publisher.STRAIGHT_LEAST
 
 
-def prepare(platform: EventSQL) -> None:
-    platform.registry.register_topic(Topic("orders", 3)).register_topic(Topic("payments"))
-
-
 pytestmark = [pytest.mark.both_forms, pytest.mark.prepared.with_args(prepare)]
-
-
-def order(value: object, **fields: Any) -> Publication:
-    return Publication("orders", str(value).encode(), **fields)
 
 
 def batch(name: str, count: int = MANY) -> list[Publication]:

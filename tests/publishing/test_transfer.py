@@ -37,6 +37,7 @@ from eventsql_orchestration.storage import sequences
 from eventsql_orchestration.threads import start_thread
 from tests.forms import check_order, in_blocks, none_is, stored
 from tests.interrupting import interrupted
+from tests.publishing.conftest import order, prepare
 from tests.waiting import PATIENCE
 
 if TYPE_CHECKING:
@@ -50,15 +51,7 @@ def platform(dsn: str) -> Iterator[EventSQL]:
         yield opened
 
 
-def prepare(platform: EventSQL) -> None:
-    platform.registry.register_topic(Topic("orders", 3)).register_topic(Topic("payments"))
-
-
 pytestmark = pytest.mark.prepared.with_args(prepare)
-
-
-def order(value: object, **fields: Any) -> Publication:
-    return Publication("orders", str(value).encode(), **fields)
 
 
 def values(platform: EventSQL, topic: str = "orders", **bounds: Any) -> list[str]:
