@@ -95,6 +95,15 @@ def kept_orders(platform: EventSQL, store: Store) -> Repository[KeptOrder]:
     return Repository(store, KeptOrder, platform.publisher)
 
 
+def raised(times: int) -> KeptOrder:
+    """An order whose price was raised so many times."""
+    order = KeptOrder("1")
+    order.place(["a"], 0)
+    for price in range(1, times + 1):
+        order.raise_price(price)
+    return order
+
+
 def placed(aggregate_id: str = "1", price: int = 100) -> Order:
     order = Order(aggregate_id)
     order.place(["Polyarna 17A", "Novokostyantynivska 18V"], price)
@@ -352,10 +361,7 @@ def test_a_snapshot_is_kept_whenever_a_multiple_is_reached_or_passed(
 
 
 def test_loading_from_a_snapshot_replays_the_tail_alone(kept_orders: Repository[KeptOrder]) -> None:
-    order = KeptOrder("1")
-    order.place(["a"], 0)
-    for price in range(1, 4):
-        order.raise_price(price)
+    order = raised(3)
     kept_orders.save(order)
     order.raise_price(4)
     kept_orders.save(order)
@@ -366,11 +372,7 @@ def test_loading_from_a_snapshot_replays_the_tail_alone(kept_orders: Repository[
 def test_a_snapshot_and_its_tail_are_one_round_trip(
     store: Store, kept_orders: Repository[KeptOrder], said_by: SaidBy
 ) -> None:
-    order = KeptOrder("1")
-    order.place(["a"], 0)
-    for price in range(1, 6):
-        order.raise_price(price)
-    kept_orders.save(order)
+    kept_orders.save(raised(5))
     for _ in range(2):
         # The second prepares the statement.
         kept_orders.load("1")
@@ -384,11 +386,7 @@ def test_a_snapshot_and_its_tail_are_one_round_trip(
 def test_snapshots_of_another_schema_are_left_out(
     platform: EventSQL, store: Store, kept_orders: Repository[KeptOrder]
 ) -> None:
-    order = KeptOrder("1")
-    order.place(["a"], 0)
-    for price in range(1, 4):
-        order.raise_price(price)
-    kept_orders.save(order)
+    kept_orders.save(raised(3))
 
     class Renewed(KeptOrder):
         snapshot_schema = 2
@@ -404,11 +402,7 @@ def test_snapshots_of_another_schema_are_left_out(
 def test_a_snapshot_that_cannot_be_restored_is_left_out_with_a_warning(
     kept_orders: Repository[KeptOrder], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    order = KeptOrder("1")
-    order.place(["a"], 0)
-    for price in range(1, 4):
-        order.raise_price(price)
-    kept_orders.save(order)
+    kept_orders.save(raised(3))
 
     def restore(order: KeptOrder, state: Mapping[str, Any]) -> None:
         order.applied = 100
