@@ -10,10 +10,10 @@ import psycopg
 from psycopg import sql
 
 from eventsql_orchestration.cli.findings import Finding, ok, problem, warning
-from eventsql_orchestration.database import Database, Queries, driver_connection, migrations
+from eventsql_orchestration.database import Database, Queries, migrations
 from eventsql_orchestration.database.queries import statement
 from eventsql_orchestration.database.roles import Roles
-from eventsql_orchestration.database.rows import fetch_all
+from eventsql_orchestration.database.rows import fetch_all, fetch_one
 from eventsql_orchestration.database.sessions import connect
 from eventsql_orchestration.database.translation import IF_LOST
 from eventsql_orchestration.database.urls import each_server
@@ -34,10 +34,10 @@ FORGOTTEN_SECONDS: Final = 60.0
 
 
 def server_finding(database: Database) -> Finding:
-    with database.errors(), database.engine.connect() as connection:
-        major, minor = divmod(int(connection.exec_driver_sql("SHOW server_version_num").scalar_one()), 10_000)
-        standby = connection.exec_driver_sql("SELECT pg_catalog.pg_is_in_recovery()").scalar_one()
-        read_only = connection.exec_driver_sql("SHOW transaction_read_only").scalar_one() == "on"
+    with database.pooled() as connection:
+        major, minor = divmod(connection.info.server_version, 10_000)
+        (standby,) = fetch_one(connection, sql.SQL("SELECT pg_catalog.pg_is_in_recovery()"))
+        read_only = fetch_one(connection, sql.SQL("SHOW transaction_read_only"))[0] == "on"
     if major < _OLDEST_SERVER:
         return problem("server", f"PostgreSQL {major}.{minor}", f"upgrade it to {_OLDEST_SERVER} or newer")
     if standby:
@@ -53,11 +53,10 @@ def server_finding(database: Database) -> Finding:
 
 def collation_findings(database: Database) -> Iterator[Finding]:
     """Indexes on text that another version of the collation has sorted: searches miss rows, and unique keys repeat."""
-    with database.errors(), database.engine.connect() as connection:
-        driver = driver_connection(connection)
-        if driver.info.server_version < _COLLATION_VERSIONS_SINCE:
+    with database.pooled() as connection:
+        if connection.info.server_version < _COLLATION_VERSIONS_SINCE:
             return
-        rows = fetch_all(driver, Queries("sessions", database.schema)("collation"), prepare=False)
+        rows = fetch_all(connection, Queries("sessions", database.schema)("collation"), prepare=False)
     for name, sorted_by, present in rows:
         own = sql.Identifier(name).as_string()
         again = f"REINDEX DATABASE {own}; then ALTER DATABASE {own} REFRESH COLLATION VERSION"
@@ -149,8 +148,8 @@ def rights_findings(database: Database) -> Iterator[Finding]:
 
 def unlogged_findings(database: Database) -> Iterator[Finding]:
     query = Queries("sessions", database.schema)("unlogged_tables")
-    with database.errors(), database.engine.connect() as connection:
-        tables = [table for (table,) in fetch_all(driver_connection(connection), query, {"schema": database.schema})]
+    with database.pooled() as connection:
+        tables = [table for (table,) in fetch_all(connection, query, {"schema": database.schema})]
     if tables:
         yield problem(
             "schema",
@@ -162,8 +161,8 @@ def unlogged_findings(database: Database) -> Iterator[Finding]:
 def transaction_findings(database: Database, longer_than: float = FORGOTTEN_SECONDS) -> Iterator[Finding]:
     """Transactions that somebody may have forgotten: they keep rows from vacuum, and tables from changes."""
     query = Queries("sessions", database.schema)("open_transactions")
-    with database.errors(), database.engine.connect() as connection:
-        rows = fetch_all(driver_connection(connection), query, {"longer_than": longer_than}, prepare=False)
+    with database.pooled() as connection:
+        rows = fetch_all(connection, query, {"longer_than": longer_than}, prepare=False)
     for seconds, role, pid, application, state, prepared, waiting in rows:
         if prepared is None:
             place = f"in process {pid} ({application or 'no name'}, {state})"
