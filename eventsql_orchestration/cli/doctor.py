@@ -42,6 +42,7 @@ from eventsql_orchestration.cli.parameters import AsJson, Seconds, command, opti
 from eventsql_orchestration.cli.tables import Columns, picked, same, show_items
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.database import Queries
+from eventsql_orchestration.database.rows import query_all
 from eventsql_orchestration.database.translation import MORE_CONNECTIONS, REFUSED, has_no_slot
 from eventsql_orchestration.errors import (
     ConfigurationError,
@@ -223,8 +224,7 @@ def _database(context: CliContext, shard: Shard, stalled_after: float) -> Iterat
 
 def _transfer(shard: Shard, stalled_after: float) -> Iterator[Finding]:
     topics = [topic.name for topic in shard.registry.topics()]
-    with shard.database.connection() as connection:
-        rows = connection.execute(Queries("log", shard.database.schema)("buffered"), {"topics": topics}).fetchall()
+    rows = query_all(shard.database, Queries("log", shard.database.schema)("buffered"), {"topics": topics})
     waiting: Counter[str] = Counter()
     oldest: dict[str, float] = {}
     for topic, _partition, events, seconds in rows:
@@ -283,10 +283,8 @@ def _compressions(shard: Shard) -> Iterator[Finding]:
 def _erasures(shard: Shard) -> Iterator[Finding]:
     """Erasures that have not ended: some events of their keys may be left."""
     topics = [topic.name for topic in shard.registry.topics()]
-    with shard.database.connection() as connection:
-        query = Queries("erasures", shard.database.schema)("unfinished")
-        rows = connection.execute(query, {"topics": topics}).fetchall()
-    for topic, keys, began in rows:
+    unfinished = Queries("erasures", shard.database.schema)("unfinished")
+    for topic, keys, began in query_all(shard.database, unfinished, {"topics": topics}):
         yield warning(
             "erasures",
             f"an erasure of {counted(keys, 'key')} of topic {topic} began at {timestamp(began)} and has not ended: if "
