@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, Final
@@ -42,11 +42,6 @@ def owner_among(names: tuple[str, ...]) -> Callable[[str], str]:
         return found
 
     return owner
-
-
-def shard_of_key(key: str, names: Sequence[str]) -> str:
-    """The shard of a key, among shards with these names (at least one)."""
-    return owner_among(tuple(sorted(names)))(key)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,12 +25,12 @@ from eventsql_orchestration.dagster import (
     topic_key,
 )
 from eventsql_orchestration.dagster.lineage.published import add_up, leave_out
-from eventsql_orchestration.sharding import shard_of_key
 from eventsql_orchestration.spark import spark_config
 from eventsql_orchestration.spark.java import ensure_java
 from eventsql_orchestration.tracing import Tracing
 from tests.dagster.conftest import Metadata, Workbench, registering
 from tests.documents import DOCS, examples, play
+from tests.shard_keys import shard_of_key
 
 RIDES = Topic("rides", 2)
 COUNTS = Topic("counts", 2)

@@ -18,10 +18,10 @@ from eventsql_orchestration.dagster.lineage.published import add_up
 from eventsql_orchestration.errors import ClaimLostError
 from eventsql_orchestration.orchestration.publication import publish
 from eventsql_orchestration.publishing.two_phase_participant import TwoPhaseParticipant
-from eventsql_orchestration.sharding import shard_of_key
 from eventsql_orchestration.spark.commit_protocol import Publications
 from tests.conftest import Administrator
 from tests.dagster.conftest import NOWHERE, sql
+from tests.shard_keys import shard_of_key
 
 NAMES = ["shard-1", "shard-2"]
 ROWS = [{"key": f"key {number}", "value": b"%d" % number} for number in range(40)]

@@ -36,12 +36,12 @@ from eventsql_orchestration.dagster.topics import topic_observations
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ConfigurationError, ShardSetError, WrongShardError
 from eventsql_orchestration.orchestration.provenance import SHARD
-from eventsql_orchestration.sharding import shard_of_key
 from eventsql_orchestration.shards.add_shard import ShardAddition
 from tests.conftest import Administrator, Prepared
 from tests.dagster.conftest import EFFECTS, NOWHERE, ONE, OTHER, Workbench, sql
 from tests.dagster.location import record
 from tests.dagster.test_shards import ORDERS, ledger
+from tests.shard_keys import shard_of_key
 
 LETTERS = Topic(ORDERS.dead_letter_topic)
 KEYS = {shard_of_key(key, [ONE, OTHER]): key for key in "abcdefgh"}

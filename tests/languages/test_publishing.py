@@ -13,10 +13,10 @@ import pytest
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection
-from eventsql_orchestration.sharding import shard_of_key
 from eventsql_orchestration.topics.partitioner import partition_of_key
 from tests.fixtures import Sessions, UntilBlocked
 from tests.refusals import check_refused
+from tests.shard_keys import shard_of_key
 
 if TYPE_CHECKING:
     from tests.languages.conftest import Psql

@@ -15,9 +15,9 @@ from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import MessageNotFoundError
 from eventsql_orchestration.queue import NewMessage, Queue
 from eventsql_orchestration.queue.queue_table import ORDERED_KEY_BYTES
-from eventsql_orchestration.sharding import shard_of_key
 from tests.fixtures import Sessions, UntilBlocked
 from tests.refusals import check_refused
+from tests.shard_keys import shard_of_key
 
 if TYPE_CHECKING:
     from tests.languages.conftest import Psql

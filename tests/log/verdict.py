@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from eventsql_orchestration import NOT_PARTITIONED, EventSQL, Shard
-from eventsql_orchestration.sharding import shard_of_key
 from eventsql_orchestration.topics.layouts import Layout
 from eventsql_orchestration.topics.partitioner import partition_of_key
 from tests.log.numbered import TOPIC
 from tests.log.playing import followed
+from tests.shard_keys import shard_of_key
 
 CONSUMERS: Final = {"consume": "mailer", "consume_leased": "ledger", "consume_claims": "fares"}
 """The consumer of each role; each role has two processes. The last consumer is not partitioned."""

@@ -27,7 +27,6 @@ from eventsql_orchestration.errors import (
     WrongShardError,
 )
 from eventsql_orchestration.queue import NewMessage, Queue
-from eventsql_orchestration.sharding import shard_of_key
 from eventsql_orchestration.shards import cluster
 from eventsql_orchestration.shards.add_shard import ShardAddition
 from eventsql_orchestration.shards.cluster import Cluster
@@ -39,6 +38,7 @@ from eventsql_orchestration.topics.catalog import lock_registry
 from eventsql_orchestration.topics.positions import Earliest, Latest
 from tests.conftest import Prepared
 from tests.forms import drop_events, stored
+from tests.shard_keys import shard_of_key
 from tests.shards.adding import KEYS, add_shard, start
 from tests.shards.conftest import Databases, Open, Until, publication
 from tests.waiting import PATIENCE, wait_until

@@ -25,9 +25,9 @@ from eventsql_orchestration.errors import (
     ShardSetError,
     ShardUnavailableError,
 )
-from eventsql_orchestration.sharding import shard_of_key
 from eventsql_orchestration.shards import health
 from tests.interrupting import interrupted
+from tests.shard_keys import shard_of_key
 from tests.shards.adding import KEYS
 from tests.shards.conftest import Databases, Open, Until
 from tests.waiting import PATIENCE

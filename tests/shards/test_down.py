@@ -23,13 +23,13 @@ from eventsql_orchestration.errors import (
     ShardUnavailableError,
 )
 from eventsql_orchestration.queue import NewMessage, Queue
-from eventsql_orchestration.sharding import shard_of_key
 from eventsql_orchestration.shards.add_shard import ShardAddition
 from eventsql_orchestration.shards.barriers import Barriers
 from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.topics.positions import Latest
 from tests.conftest import TEMPLATE, Administrator, hash_password, own_server
 from tests.effects import effects, make_table, write
+from tests.shard_keys import shard_of_key
 from tests.shards.adding import KEYS
 from tests.shards.conftest import Databases, Open, Until, publication
 from tests.waiting import PATIENCE

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eventsql_orchestration.errors import ShardPendingError, WrongShardError
-from eventsql_orchestration.sharding import ShardSet, shard_of_key
+from eventsql_orchestration.sharding import ShardSet
 from eventsql_orchestration.topics.partitioner import partition_of_key
+from tests.shard_keys import shard_of_key
 
 KEYS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x00"), max_size=40)
 NAMES = st.sets(st.text("abcdefghijklmnop-0123456789", min_size=1, max_size=12), min_size=1, max_size=6)

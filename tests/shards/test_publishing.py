@@ -35,13 +35,13 @@ from eventsql_orchestration.errors import (
     WrongShardError,
 )
 from eventsql_orchestration.publishing import batches
-from eventsql_orchestration.sharding import shard_of_key
 from eventsql_orchestration.spark.commit_protocol import Publications
 from eventsql_orchestration.spark.options import Source
 from eventsql_orchestration.threads import in_thread
 from tests.conftest import Administrator, Prepared
 from tests.forms import stored
 from tests.relay import held_commits, relayed
+from tests.shard_keys import shard_of_key
 from tests.shards.conftest import Databases, Open, Until
 from tests.waiting import PATIENCE
 

@@ -27,13 +27,14 @@ from hypothesis.stateful import (
 from eventsql_orchestration import NOT_PARTITIONED, Consumer, Event, EventSQL, Publication, Shard, Topic
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ShardSetError, WrongShardError
-from eventsql_orchestration.sharding import HELD, shard_of_key
+from eventsql_orchestration.sharding import HELD
 from eventsql_orchestration.shards.add_shard import ShardAddition
 from eventsql_orchestration.topics.partitioner import default_partition
 from eventsql_orchestration.topics.positions import Earliest
 from tests.conftest import Administrator
 from tests.forms import BUFFERED, in_blocks
 from tests.log.test_stateful import SETTINGS, ConsumerModel, Entry, PartitionModel, TopicModel
+from tests.shard_keys import shard_of_key
 
 TOPIC = "orders"
 

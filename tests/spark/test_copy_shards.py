@@ -18,10 +18,10 @@ from pyspark.sql.streaming.readwriter import DataStreamWriter
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import ConfigurationError, DatabaseUnavailableError
-from eventsql_orchestration.sharding import shard_of_key
 from eventsql_orchestration.shards.two_phase_coordinator import TwoPhaseCoordinator
 from eventsql_orchestration.spark import FORMAT, eventsql_error
 from tests.conftest import own_server
+from tests.shard_keys import shard_of_key
 from tests.shards.conftest import Databases, databases
 from tests.spark.processes import driver
 from tests.spark.stopping import Stop, await_end_of_transactions, stopping

@@ -11,9 +11,9 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 
 from eventsql_orchestration import EventSQL, Publication, Topic
-from eventsql_orchestration.sharding import shard_of_key
 from eventsql_orchestration.spark import FORMAT
 from tests.conftest import Administrator
+from tests.shard_keys import shard_of_key
 
 PARTITIONS = 7
 KEYS = ["", "a", "ké", "键", "a" * 300, *(f"key-{number}" for number in range(60))]

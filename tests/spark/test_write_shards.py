@@ -39,7 +39,6 @@ from eventsql_orchestration.publishing import staged_blocks
 from eventsql_orchestration.publishing import two_phase_participant as parts
 from eventsql_orchestration.publishing.staged_blocks import LEAST_BY_BLOCKS
 from eventsql_orchestration.publishing.two_phase_participant import PublicationPart, TwoPhaseParticipant
-from eventsql_orchestration.sharding import shard_of_key
 from eventsql_orchestration.shards import add_shard
 from eventsql_orchestration.shards.add_shard import ShardAddition
 from eventsql_orchestration.shards.two_phase_coordinator import TwoPhaseCoordinator
@@ -51,6 +50,7 @@ from eventsql_orchestration.spark.options import WriteOptions
 from eventsql_orchestration.spark.staging import Attempt, Share, StreamBatch, stage
 from eventsql_orchestration.spark.writer import BatchWriter, Staged
 from tests.conftest import Administrator, Prepared, own_server
+from tests.shard_keys import shard_of_key
 from tests.shards.conftest import Databases, databases
 from tests.spark.spreading import publish, rows, source_of, staged, start
 from tests.spark.stopping import Stop, await_end_of_transactions, no_transactions, stopping
