@@ -193,7 +193,7 @@ class Crew:
         self.wait(done, limit=limit, what=step)
         return [self.outcome(each, limit=1.0) for each in workers]
 
-    def stop(self, worker: WorkerProcess, *, limit: float = 30.0) -> dict[str, Any]:
+    def stop(self, worker: WorkerProcess) -> dict[str, Any]:
         """End a process that runs until it is told to end, and give its outcome."""
         worker.tell(None)
-        return self.outcome(worker, limit=limit)
+        return self.outcome(worker, limit=30.0)
