@@ -7,8 +7,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from eventsql_orchestration import ConsumerState, EventSQL
+from eventsql_orchestration import Consumer, ConsumerState, EventSQL, Topic
+from tests.effects import make_table
 from tests.waiting import PATIENCE
+
+
+def prepare(platform: EventSQL) -> None:
+    """A topic with partitions and one without, a consumer of each, and the table for their effects."""
+    make_table(platform)
+    platform.registry.register_topic(Topic("orders", 3)).register_topic(Topic("payments"))
+    platform.registry.register_consumer(Consumer("orders", "mailer", partitioned=True))
+    platform.registry.register_consumer(Consumer("payments", "mailer"), max_attempts=3)
 
 
 def state_of(platform: EventSQL) -> ConsumerState:

@@ -28,7 +28,8 @@ from eventsql_orchestration.errors import (
     ValidationError,
 )
 from eventsql_orchestration.model import NOT_PARTITIONED
-from tests.effects import FullDiskError, effects, make_table, take_too_long, write
+from tests.consuming.conftest import prepare
+from tests.effects import FullDiskError, effects, take_too_long, write
 from tests.forms import change_time, ids_in
 
 if TYPE_CHECKING:
@@ -41,13 +42,6 @@ POLLING = 0.02
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failures, "FIRST_BACKOFF", 0.01)
-
-
-def prepare(platform: EventSQL) -> None:
-    make_table(platform)
-    platform.registry.register_topic(Topic("orders", 3)).register_topic(Topic("payments"))
-    platform.registry.register_consumer(Consumer("orders", "mailer", partitioned=True))
-    platform.registry.register_consumer(Consumer("payments", "mailer"), max_attempts=3)
 
 
 pytestmark = pytest.mark.prepared.with_args(prepare)

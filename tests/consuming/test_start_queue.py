@@ -51,7 +51,8 @@ from eventsql_orchestration.errors import (
 from eventsql_orchestration.maintenance import seek
 from eventsql_orchestration.model import STORAGES, Storage
 from eventsql_orchestration.topics.positions import AtOffset
-from tests.effects import DISK_IS_FULL, FullDiskError, effects, make_table, write
+from tests.consuming.conftest import prepare
+from tests.effects import DISK_IS_FULL, FullDiskError, effects, write
 from tests.waiting import PATIENCE
 
 if TYPE_CHECKING:
@@ -64,13 +65,6 @@ POLLING = 0.02
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure_module, "FIRST_BACKOFF", 0.01)
-
-
-def prepare(platform: EventSQL) -> None:
-    make_table(platform)
-    platform.registry.register_topic(Topic("orders", 3)).register_topic(Topic("payments"))
-    platform.registry.register_consumer(Consumer("orders", "mailer", partitioned=True))
-    platform.registry.register_consumer(Consumer("payments", "mailer"), max_attempts=3)
 
 
 pytestmark = pytest.mark.prepared.with_args(prepare)
