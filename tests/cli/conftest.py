@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from click.testing import CliRunner, Result
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.cli import main
+from eventsql_orchestration.orchestration.local_processes import free_port
 from tests.cli.terminals import Terminal
 from tests.conftest import is_setting, own_server
 
@@ -122,9 +122,7 @@ def terminal(start: Start, monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal
 @pytest.fixture
 def closed_port() -> int:
     """A port of this machine that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    return free_port(0)
 
 
 @pytest.fixture

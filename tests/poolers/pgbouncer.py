@@ -20,6 +20,7 @@ from typing import Final
 import psycopg
 from sqlalchemy.engine import make_url
 
+from eventsql_orchestration.orchestration.local_processes import free_port
 from tests.waiting import PATIENCE, wait_until
 
 SERVERS: Final = 6
@@ -107,9 +108,7 @@ def running(dsn: str, *, servers: int = SERVERS, mode: str = "transaction") -> I
     url = make_url(dsn)
     account = pwd.getpwnam("nobody") if os.geteuid() == 0 else pwd.getpwuid(os.geteuid())
     home = Path(tempfile.mkdtemp(prefix="eventsql-pooler-"))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port(0)
     settings = home / "pgbouncer.ini"
     settings.touch(mode=0o600)
     settings.write_text(

@@ -12,10 +12,11 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.datasource import InputPartition
 
 from eventsql_orchestration import EventSQL, OffsetRange, Publication, Topic
+from eventsql_orchestration.model import Retention
+from eventsql_orchestration.orchestration.local_processes import free_port
 from eventsql_orchestration.spark import FORMAT, spark_config
 from eventsql_orchestration.spark.java import ensure_java
 from tests.conftest import Prepared
-from tests.spark.processes import free_port
 from tests.spark.sessions import started
 
 
@@ -33,10 +34,10 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
         "spark.sql.warehouse.dir": str(home / "warehouse"),
         "spark.plugins": "org.apache.spark.sql.connect.SparkConnectPlugin",
         "spark.connect.grpc.binding.address": "127.0.0.1",
-        "spark.connect.grpc.binding.port": str(free_port()),
+        "spark.connect.grpc.binding.port": str(free_port(0)),
         # Clients of Spark Connect ask it for progress.
         "spark.ui.enabled": "true",
-        "spark.ui.port": str(free_port()),
+        "spark.ui.port": str(free_port(0)),
     }
     session = started(SparkSession.Builder().config(map={**spark_config(**settings)}))
     yield session
@@ -60,6 +61,15 @@ def publish_some(platform: EventSQL, events: int, *, topic: str = "orders", firs
         for number in range(first, first + events)
     )
     platform.transfer.run_once()
+
+
+def drop_the_first_events(platform: EventSQL, topic: str) -> int:
+    """Let retention drop all events of a topic, publish others, and give the first offset that is left."""
+    platform.registry.set_retention(topic, Retention(events=10))
+    platform.retention.run_once()
+    publish_some(platform, 20, topic=topic, first=1_000)
+    platform.retention.run_once()
+    return platform.reader.read(topic)[0].id
 
 
 def ranges_of(splits: Iterable[InputPartition]) -> list[OffsetRange]:

@@ -13,9 +13,10 @@ import psutil
 import pyspark
 import pytest
 
+from eventsql_orchestration.orchestration.local_processes import free_port
 from eventsql_orchestration.spark.connect_server import AUTHENTICATION, ConnectServer
 from eventsql_orchestration.spark.java import ensure_java
-from tests.spark.processes import free_port, kill
+from tests.spark.processes import kill
 from tests.waiting import wait_until
 
 
@@ -39,10 +40,10 @@ def environment(home: Path) -> dict[str, str]:
 @contextmanager
 def connect_server(home: Path) -> Iterator[str]:
     """A server for the block, on loopback alone; gives its address. Its token is in the environment of clients."""
-    port = free_port()
+    port = free_port(0)
     settings = {"spark.driver.memory": "768m", "spark.sql.shuffle.partitions": "1"}
     server = ConnectServer(
-        home, port=port, ui_port=free_port(), environment=environment(home), settings=settings
+        home, port=port, ui_port=free_port(0), environment=environment(home), settings=settings
     )  # fmt: skip
     process = psutil.Process(server.start().pid)
     try:

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import queue
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ import psutil
 import pyspark
 
 from eventsql_orchestration import EventSQL, Topic
+from eventsql_orchestration.orchestration.local_processes import free_port
 from eventsql_orchestration.spark import SPARK_CONFIG_VARIABLE
 from eventsql_orchestration.spark.java import ensure_java
 from tests.waiting import PATIENCE, wait_until
@@ -153,7 +153,7 @@ class Cluster:
     def __init__(self, home: Path) -> None:
         self._home = home
         self._processes: list[psutil.Popen] = []
-        self._port, self._web_port = free_port(), free_port()
+        self._port, self._web_port = free_port(0), free_port(0)
         runtime = ensure_java(home)
         self._environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith(("EVENTSQL_", "SPARK_"))},
@@ -168,7 +168,7 @@ class Cluster:
             self._workers = [
                 self._run(
                     "worker.Worker", "--host", host, "--cores", 1, "--memory", "512m",
-                    "--webui-port", free_port(), "--work-dir", home / host, self.url,
+                    "--webui-port", free_port(0), "--work-dir", home / host, self.url,
                 )
                 for host in ("127.0.0.2", "127.0.0.3")
             ]  # fmt: skip
@@ -213,9 +213,3 @@ class Cluster:
         for process in reversed(self._processes):
             kill(process)
             process.wait(PATIENCE)
-
-
-def free_port() -> int:
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])

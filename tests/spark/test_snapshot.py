@@ -19,7 +19,7 @@ from eventsql_orchestration.spark.log_planner import Logs
 from eventsql_orchestration.spark.reader import BatchReader, read_schema
 from eventsql_orchestration.spark.source import EventSQLDataSource
 from tests.forms import stored
-from tests.spark.conftest import ranges_of
+from tests.spark.conftest import drop_the_first_events, ranges_of
 
 Publish = Callable[..., None]
 Read = Callable[..., DataFrame]
@@ -151,21 +151,12 @@ def test_times_without_a_zone_are_in_utc(
 # Retention
 
 
-def drop_the_first_events(platform: EventSQL, publish: Publish, topic: str) -> int:
-    """Let retention drop all there is; gives the first offset of what comes next."""
-    platform.registry.set_retention(topic, Retention(events=10))
-    platform.retention.run_once()
-    publish(20, first=1_000)
-    platform.retention.run_once()
-    return platform.reader.read(topic)[0].id
-
-
 def test_events_that_retention_drops_before_a_task_reads_are_missed(
-    platform: EventSQL, publish: Publish, dsn: str, orders: str, caplog: pytest.LogCaptureFixture
+    platform: EventSQL, dsn: str, orders: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     strict, lenient = (reader_of(dsn, subscribe=orders, failOnDataLoss=fail) for fail in (True, False))
     planned = strict.partitions()
-    drop_the_first_events(platform, publish, orders)
+    drop_the_first_events(platform, orders)
     with pytest.raises(DataLossError, match=r"events from offset 1 on of topic 'orders' were dropped after the read"):
         list(strict.read(planned[0]))
     with caplog.at_level(logging.WARNING):
@@ -174,9 +165,9 @@ def test_events_that_retention_drops_before_a_task_reads_are_missed(
 
 
 def test_offsets_that_retention_has_dropped_are_missed(
-    platform: EventSQL, publish: Publish, dsn: str, orders: str, caplog: pytest.LogCaptureFixture
+    platform: EventSQL, dsn: str, orders: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = drop_the_first_events(platform, publish, orders)
+    first = drop_the_first_events(platform, orders)
     with pytest.raises(DataLossError, match=rf"offsets 5 to {first - 1} of topic 'orders'"):
         reader_of(dsn, subscribe=orders, startingOffsets=5).partitions()
     with caplog.at_level(logging.WARNING):
@@ -199,7 +190,6 @@ def test_offsets_of_a_log_that_retention_has_emptied_are_missed(platform: EventS
 def test_offsets_that_retention_drops_while_a_read_is_planned_are_missed_if_they_were_asked_for(
     *,
     platform: EventSQL,
-    publish: Publish,
     dsn: str,
     orders: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -209,7 +199,7 @@ def test_offsets_that_retention_drops_while_a_read_is_planned_are_missed_if_they
     firsts: Callable[..., list[int | None]] = Logs.firsts
 
     def late(*args: object) -> list[int | None]:
-        drop_the_first_events(platform, publish, orders)
+        drop_the_first_events(platform, orders)
         return firsts(*args)
 
     monkeypatch.setattr(Logs, "firsts", late)
@@ -229,7 +219,7 @@ def test_a_read_that_begins_behind_the_last_event_is_empty(session: Connection, 
 
 
 def test_retention_does_not_take_what_a_task_is_reading(
-    platform: EventSQL, publish: Publish, dsn: str, orders: str, monkeypatch: pytest.MonkeyPatch
+    platform: EventSQL, dsn: str, orders: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader = reader_of(dsn, subscribe=orders)
     (split,) = reader.partitions()
@@ -237,7 +227,7 @@ def test_retention_does_not_take_what_a_task_is_reading(
     first = next(batches)
     monkeypatch.setattr("eventsql_orchestration.maintenance.retention.WAIT_SECONDS", 1)
     with pytest.raises(EventSQLError, match="open transaction"):
-        drop_the_first_events(platform, publish, orders)
+        drop_the_first_events(platform, orders)
     assert first.num_rows + sum(batch.num_rows for batch in batches) == 1_000
 
 

@@ -34,7 +34,7 @@ from eventsql_orchestration.spark.reader import read_schema
 from eventsql_orchestration.spark.source import EventSQLDataSource
 from eventsql_orchestration.spark.stream import StreamReader
 from tests.forms import stored
-from tests.spark.conftest import ranges_of
+from tests.spark.conftest import drop_the_first_events, ranges_of
 from tests.spark.streams import await_end, run_to_end
 
 Publish = Callable[..., None]
@@ -381,13 +381,9 @@ def test_a_stream_may_begin_at_a_time(platform: EventSQL, publish: Publish, dsn:
 
 
 @pytest.fixture
-def overtaken(platform: EventSQL, publish: Publish, orders: str) -> int:
+def overtaken(platform: EventSQL, orders: str) -> int:
     """The topic after retention has dropped its first 1,000 events; gives the first offset that is left."""
-    platform.registry.set_retention(orders, Retention(events=10))
-    platform.retention.run_once()
-    publish(20, first=1_000)
-    platform.retention.run_once()
-    return platform.reader.read(orders)[0].id
+    return drop_the_first_events(platform, orders)
 
 
 def test_a_stream_that_retention_overtook_fails_or_goes_on_as_it_is_told(
