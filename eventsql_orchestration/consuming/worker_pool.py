@@ -317,8 +317,8 @@ class Consumption(Running):
     def _consume(self, key: ConsumerPartition) -> PollOutcome:
         try:
             outcome = self._poll(key, self._cancellation)
-            if self._faults:
-                self._answered(str(key))
+            if self._faults and self._faults.pop(str(key), None) is not None:
+                log_recovery(logger, "%s goes on with %s", key, self._where)
             return outcome
         except ClaimLostError as error:
             logger.info("%s", error)
@@ -327,10 +327,6 @@ class Consumption(Running):
             # If the thread died, for instance of a handler's sys.exit(), its partitions would stop silently.
             self._report(str(key), error)
             return PollOutcome(due_in=FAULT_DELAY, deaf=True)
-
-    def _answered(self, what: str) -> None:
-        if self._faults.pop(what, None) is not None:
-            log_recovery(logger, "%s goes on with %s", what, self._where)
 
     def _report(self, what: str, error: BaseException) -> None:
         if self._cancellation.cancelled:

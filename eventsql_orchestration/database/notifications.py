@@ -24,6 +24,7 @@ from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database.connections import Connection
 from eventsql_orchestration.database.database import Database
 from eventsql_orchestration.database.queries import Queries
+from eventsql_orchestration.database.rows import fetch_one
 from eventsql_orchestration.database.sessions import is_pooled
 from eventsql_orchestration.errors import ClosedError, EventSQLError
 from eventsql_orchestration.forks import after_fork
@@ -250,10 +251,9 @@ class Listener:
         return payloads
 
 
-def _answering(connection: Connection) -> int | None:
+def _answering(connection: Connection) -> int:
     """The server process that answers a connection just now."""
-    row = connection.execute("SELECT pg_catalog.pg_backend_pid()").fetchone()
-    return None if row is None else row[0]
+    return int(fetch_one(connection, sql.SQL("SELECT pg_catalog.pg_backend_pid()"))[0])
 
 
 def payload_of(kind: str, topic: str) -> str:
