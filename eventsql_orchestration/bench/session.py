@@ -27,6 +27,7 @@ from eventsql_orchestration.bench.processes import Crew, Report, WorkerProcess
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.consumer import Consumer
 from eventsql_orchestration.database import Connection, Queries
+from eventsql_orchestration.database.rows import fetch_one
 from eventsql_orchestration.database.urls import render
 from eventsql_orchestration.errors import BenchmarkError, DatabaseBusyError, TopicNotFoundError
 from eventsql_orchestration.model import Topic
@@ -107,10 +108,10 @@ class Session:
     def describe(self) -> dict[str, object]:
         return machine.describe(self.connection, self.queries)
 
-    def numbers(self, query: str, parameters: dict[str, object] | None = None) -> list[int]:
-        """The number that a statement returns on each shard."""
-        rows = [each.execute(self.queries(query), parameters).fetchone() for each in self.connections]
-        return [int(row[0]) for row in rows if row is not None]
+    def consumed(self, topic: str, consumer: str) -> list[int]:
+        """The number of events that a consumer has consumed on each shard."""
+        query, values = self.queries("consumed"), {"topic": topic, "consumer": consumer}
+        return [int(fetch_one(each, query, values)[0]) for each in self.connections]
 
     def ends(self, topic: str) -> list[int]:
         """The newest offset of a topic on each shard."""
@@ -312,7 +313,7 @@ class Session:
         samples = [Sample(time.monotonic(), 0)]
 
         def done() -> bool:
-            consumed = sum(self.numbers("consumed", {"topic": topic, "consumer": consumer}))
+            consumed = sum(self.consumed(topic, consumer))
             samples.append(Sample(time.monotonic(), consumed))
             self.report(step, min(consumed, events), events)
             return consumed >= events

@@ -137,7 +137,7 @@ class Stream(OnTopic, BesideRawCopy):
                     every=SAMPLE_SECONDS * len(session.connections),
                 )  # fmt: skip
             costs = meter.per_event(events)
-            shards = session.numbers("consumed", {"topic": topic, "consumer": consumer})
+            shards = session.consumed(topic, consumer)
             disk = session.disk(topic)
             started, published = span([crew.outcome(each, limit=60.0) for each in processes["publishers"]])
 
