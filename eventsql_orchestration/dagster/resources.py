@@ -116,7 +116,7 @@ class EventSQLResource(PlatformAccess, dg.ConfigurableResource[Any]):
         """
         urls = split_urls(self.dsn)
         if len(urls) > 1:
-            urls = tuple(_connecting_within(url, CONNECT_SECONDS) for url in urls)
+            urls = tuple(_connecting_soon(url) for url in urls)
         platform = EventSQL(*urls, schema=self.db_schema, migrate=False, transfer=False)
         milliseconds = round(timeout * 1000)
 
@@ -258,8 +258,9 @@ class TopicResource(dg.ConfigurableResource[Any]):
         return self.platform.lag(self.topic)
 
 
-def _connecting_within(url: str, seconds: int) -> str:
+def _connecting_soon(url: str) -> str:
+    """The URL with a limit for connecting, unless it has one."""
     parsed = parse_dsn(url)
     if "connect_timeout" in parsed.query:
         return url
-    return parsed.update_query_dict({"connect_timeout": str(seconds)}).render_as_string(hide_password=False)
+    return parsed.update_query_dict({"connect_timeout": str(CONNECT_SECONDS)}).render_as_string(hide_password=False)
