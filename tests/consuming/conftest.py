@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 
@@ -23,6 +24,12 @@ def prepare(platform: EventSQL) -> None:
 def state_of(platform: EventSQL) -> ConsumerState:
     """The state of the consumer `mailer` of the topic `orders`, in its first partition."""
     return platform.registry.consumer("orders", "mailer")[0]
+
+
+def levels(caplog: pytest.LogCaptureFixture, *modules: ModuleType) -> list[str]:
+    """The levels of what these modules logged."""
+    names = {module.__name__ for module in modules}
+    return [record.levelname for record in caplog.records if record.name in names]
 
 
 class Halt:

@@ -38,6 +38,7 @@ from eventsql_orchestration.errors import (
 )
 from eventsql_orchestration.publishing.transfer import Transfer
 from eventsql_orchestration.threads import in_thread, start_thread
+from tests.consuming.conftest import levels
 from tests.effects import DISK_IS_FULL, effects, make_table, write
 from tests.forms import change_time, ids_in, reading
 from tests.interrupting import interrupted
@@ -411,7 +412,7 @@ def test_a_disk_that_stays_full_is_one_line_in_the_log_of_a_consumer_until_it_go
         platform.consumers.start_batch("payments", "mailer", handle, max_events=1, polling_delay=0.01),
     ):
         until(lambda: seen.ids == ids)
-    assert [each.levelname for each in caplog.records if each.name == running.__name__] == ["ERROR", "INFO"]
+    assert levels(caplog, running) == ["ERROR", "INFO"]
 
 
 @pytest.mark.parametrize("way", ["start", "start_queue"])
@@ -425,13 +426,6 @@ def test_a_consumer_that_gets_no_connection_warns_once_and_goes_on(
     def handle(event: Event, _connection: Connection) -> None:
         handled.append(event.id)
 
-    def said() -> list[str]:
-        return [
-            record.levelname
-            for record in caplog.records
-            if record.name in {running.__name__, queue_consumption.__name__}
-        ]
-
     with (
         caplog.at_level(logging.DEBUG),
         getattr(platform.consumers, way)("payments", "mailer", handle, polling_delay=0.01),
@@ -440,11 +434,11 @@ def test_a_consumer_that_gets_no_connection_warns_once_and_goes_on(
         for _ in range(int(platform.database.most_connections)):
             others.enter_context(platform.database.connection())
         monkeypatch.setattr(platform.database.engine.pool, "_timeout", 0.01)
-        until(lambda: len(said()) > 3)
+        until(lambda: len(levels(caplog, running, queue_consumption)) > 3)
         others.close()
         ids = fill(platform, 3, "payments")
         until(lambda: sorted(handled) == ids)
-    assert [level for level in said() if level != "DEBUG"] == ["WARNING", "INFO"]
+    assert [level for level in levels(caplog, running, queue_consumption) if level != "DEBUG"] == ["WARNING", "INFO"]
 
 
 @pytest.mark.parametrize("way", ["start", "start_queue"])
@@ -461,18 +455,13 @@ def test_an_error_that_is_back_after_another_one_is_a_line_in_the_log_of_a_consu
             raise errors.pop()
         return ready(*arguments, **named)
 
-    def said() -> list[str]:
-        return [
-            each.levelname for each in caplog.records if each.name in {running.__name__, queue_consumption.__name__}
-        ]
-
     monkeypatch.setattr(consumers, "_ready", look)
     with (
         caplog.at_level(logging.INFO),
         getattr(consumers, way)("payments", "mailer", lambda _event, _connection: None, polling_delay=0.01),
     ):
-        until(lambda: "INFO" in said())
-    assert said() == ["WARNING", "ERROR", "WARNING", "INFO"]
+        until(lambda: "INFO" in levels(caplog, running, queue_consumption))
+    assert levels(caplog, running, queue_consumption) == ["WARNING", "ERROR", "WARNING", "INFO"]
 
 
 @pytest.mark.both_forms

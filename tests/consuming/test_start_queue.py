@@ -51,7 +51,7 @@ from eventsql_orchestration.errors import (
 from eventsql_orchestration.maintenance import seek
 from eventsql_orchestration.model import STORAGES, Storage
 from eventsql_orchestration.topics.positions import AtOffset
-from tests.consuming.conftest import prepare
+from tests.consuming.conftest import levels, prepare
 from tests.effects import DISK_IS_FULL, FullDiskError, effects, write
 from tests.waiting import PATIENCE
 
@@ -117,11 +117,6 @@ def process(platform: EventSQL, *, by_key: bool = True, most: int = 9) -> delive
     return deliveries.Deliveries(
         shard.database, shard.dead_letters, "payments", "mailer", by_key=by_key, lease=60, most=most
     )  # fmt: skip
-
-
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The levels of what the consumption logged."""
-    return [each.levelname for each in caplog.records if each.name == queue_consumption.__name__]
 
 
 class Seen:
@@ -274,7 +269,7 @@ def test_an_event_whose_handler_finds_no_room_is_one_line_in_the_log_and_waits_l
     for delays in failed.values():
         assert delays == sorted(delays)
         assert delays[0] < delays[3]
-    assert [each.levelname for each in caplog.records if each.name == deliveries.__name__] == ["WARNING", "INFO"]
+    assert levels(caplog, deliveries) == ["WARNING", "INFO"]
 
 
 def test_the_next_full_disk_is_a_line_in_the_log_although_another_process_has_handled_the_events_of_the_first(
@@ -295,7 +290,7 @@ def test_the_next_full_disk_is_a_line_in_the_log_although_another_process_has_ha
     other.acknowledge(other.hand_out(other_worker, -1, 1).deliveries)
     clock[0] += 3_600
     meet_a_full_disk()
-    assert [each.levelname for each in caplog.records if each.name == deliveries.__name__] == ["WARNING"] * 2
+    assert levels(caplog, deliveries) == ["WARNING"] * 2
 
 
 def test_an_event_whose_database_was_away_does_not_wait_again_for_as_long(
@@ -1027,7 +1022,7 @@ def test_events_whose_acknowledgements_the_database_has_lost_are_handed_out_agai
         later = fill(platform, "a")
         until(lambda: at_rest(platform))
     assert seen.ids == [*ids, *ids, *later]
-    assert [each.levelname for each in caplog.records if each.name == queue_consumption.__name__] == ["WARNING"]
+    assert levels(caplog, queue_consumption) == ["WARNING"]
 
 
 def test_an_event_that_a_process_handles_while_the_database_goes_back_is_handled_again_after_those_before_it(
@@ -1055,7 +1050,7 @@ def test_an_event_that_a_process_handles_while_the_database_goes_back_is_handled
         until(lambda: kept(platform) == ids[2:])
         session.execute(f"BEGIN; {GO_BACK} COMMIT".encode())
         fill(platform, "b")
-        until(lambda: said(caplog) and kept(platform) == ids and handed_out(platform) == len(ids))
+        until(lambda: levels(caplog, queue_consumption) and kept(platform) == ids and handed_out(platform) == len(ids))
         halt.end()
         until(lambda: at_rest(platform))
     assert [each for each in seen.ids if each in ids] == [*ids[:3], *ids]
@@ -1117,7 +1112,7 @@ def test_waiting_events_are_handed_out_again_after_the_database_went_back(
         until(lambda: handled[2:] == [ids[2]] and kept(platform) == ids[1:])
         session.execute(f"BEGIN; {GO_BACK} COMMIT".encode())
         ids += fill(platform, "d")
-        until(lambda: said(caplog))
+        until(lambda: levels(caplog, queue_consumption))
         others.set()
         until(lambda: at_rest(platform))
     assert sorted(handled) == [ids[0], *ids]
@@ -1143,8 +1138,8 @@ def test_acknowledgements_that_find_the_disk_full_are_one_line_in_the_log_until_
         caplog.at_level(logging.INFO, queue_consumption.__name__),
         platform.consumers.start_queue("payments", "mailer", Seen(), polling_delay=POLLING),
     ):
-        until(lambda: not full and said(caplog)[-1] == "INFO")
-    assert said(caplog) == ["ERROR", "INFO"]
+        until(lambda: not full and levels(caplog, queue_consumption)[-1] == "INFO")
+    assert levels(caplog, queue_consumption) == ["ERROR", "INFO"]
 
 
 def test_a_partition_that_cannot_be_fetched_stops_no_other_and_is_one_line_in_the_log(
@@ -1173,7 +1168,7 @@ def test_a_partition_that_cannot_be_fetched_stops_no_other_and_is_one_line_in_th
         until(lambda: at_rest(platform, "orders"))
         ids += fill(platform, 12, "orders")
         until(lambda: sorted(seen.ids) == ids)
-    assert said(caplog) == ["WARNING", "INFO"]
+    assert levels(caplog, queue_consumption) == ["WARNING", "INFO"]
 
 
 def test_a_partition_that_could_not_be_fetched_goes_on_if_others_have_consumed_its_events(
@@ -1189,9 +1184,9 @@ def test_a_partition_that_could_not_be_fetched_goes_on_if_others_have_consumed_i
         caplog.at_level(logging.INFO, queue_consumption.__name__),
         platform.consumers.start_queue("payments", "mailer", Seen(), polling_delay=POLLING),
     ):
-        until(lambda: said(caplog))
+        until(lambda: levels(caplog, queue_consumption))
         assert platform.consumers.consume_once("payments", "mailer", lambda _events, _connection: None) == 1
-        until(lambda: said(caplog) == ["WARNING", "INFO"])
+        until(lambda: levels(caplog, queue_consumption) == ["WARNING", "INFO"])
 
 
 def test_a_seek_under_a_running_handler_stops_no_settling(
