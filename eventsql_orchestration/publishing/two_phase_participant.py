@@ -215,10 +215,10 @@ class TwoPhaseParticipant:
         """The unpublished parts, oldest first."""
         return [PublicationPart(*row) for row in query_all(self._database, self._queries("open_parts"))]
 
-    def forget(self, seconds: float) -> None:
-        """Delete the records of parts that were published more than `seconds` ago."""
+    def forget(self) -> None:
+        """Delete the records of parts that were published more than `FORGET_SECONDS` ago."""
         with self._database.connection() as connection:
-            connection.execute(self._queries("forget_parts"), {"seconds": seconds})
+            connection.execute(self._queries("forget_parts"), {"seconds": FORGET_SECONDS})
 
 
 def refuse_open_parts(connection: psycopg.Connection[Any], schema: str) -> None:

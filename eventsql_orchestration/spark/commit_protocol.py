@@ -33,7 +33,7 @@ from eventsql_orchestration.errors import (
     ShardSetError,
 )
 from eventsql_orchestration.publishing.staged_blocks import missing_blocks
-from eventsql_orchestration.publishing.two_phase_participant import FORGET_SECONDS, PublicationPart
+from eventsql_orchestration.publishing.two_phase_participant import PublicationPart
 from eventsql_orchestration.retry import Backoff
 from eventsql_orchestration.shards.shard_state import first_shard
 from eventsql_orchestration.spark.commit_log import UNNAMED, Batch, CommitLog, Portion, portions_of, unnamed
@@ -198,7 +198,7 @@ class Publications:
             if self._sharded:
                 self._coordinator.finish()
                 for log in self._logs.values():
-                    log.parts.forget(FORGET_SECONDS)
+                    log.parts.forget()
         except (EventSQLError, psycopg.Error) as error:
             # The events are published, so Spark must see no error. The next publication sweeps again.
             logger.warning("staged events of dead attempts are not deleted yet, the next write tries again: %s", error)
