@@ -112,40 +112,22 @@ def test_a_publisher_that_may_not_transfer_has_no_background_transfer(owner: Eve
     assert owner.buffered() == {"orders": 1}
 
 
-def test_a_transfer_moves_events_and_comes_to_new_segments(
-    owner: EventSQL, as_: As, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("role", ["transfer", "admin", "superuser"])
+def test_segments_that_a_transfer_comes_to_belong_to_the_admin_whoever_makes_them(
+    owner: EventSQL, as_: As, prefix: str, monkeypatch: pytest.MonkeyPatch, role: str
 ) -> None:
     monkeypatch.setattr(segments, "SEGMENT_EVENTS", 100)
     with owner.database.connection() as connection:
         connection.execute(f"SELECT setval('eventsql.{stored('orders')}_eql_id_seq', 15000000)")
     owner.publisher.publish_all(_orders(45))
-    platform = as_("transfer")
-    assert platform.transfer.run_once() == {"orders": 45}
+    maker = owner if role == "superuser" else as_(role)
+    assert maker.transfer.run_once() == {"orders": 45}
     with owner.database.connection() as connection:
         found = segments.segments(connection, "eventsql", "orders") or []
         owners = connection.execute(
             "SELECT DISTINCT tableowner FROM pg_tables WHERE schemaname = 'eventsql'"
         ).fetchall()
     assert found[-1].start > 15_000_045
-    assert len(owners) == 1
-
-
-@pytest.mark.parametrize("role", ["admin", "superuser"])
-def test_segments_belong_to_the_admin_even_if_another_role_makes_them(
-    owner: EventSQL, as_: As, prefix: str, monkeypatch: pytest.MonkeyPatch, role: str
-) -> None:
-    monkeypatch.setattr(segments, "SEGMENT_EVENTS", 100)
-    with owner.database.connection() as connection:
-        connection.execute(f"SELECT setval('eventsql.{stored('orders')}_eql_id_seq', 15000000)")
-    owner.publisher.publish(Publication("orders", b"v"))
-    maker = owner if role == "superuser" else as_(role)
-    assert maker.transfer.run_once() == {"orders": 1}
-    with owner.database.connection() as connection:
-        found = segments.segments(connection, "eventsql", "orders") or []
-        owners = connection.execute(
-            "SELECT DISTINCT tableowner FROM pg_tables WHERE schemaname = 'eventsql'"
-        ).fetchall()
-    assert found[-1].start > 15_000_000
     assert owners == [(f"{prefix}_admin",)]
 
 

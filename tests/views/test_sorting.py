@@ -149,29 +149,15 @@ def test_a_late_line_during_the_copy_goes_first(
     ]
 
 
-def test_a_late_line_ends_a_copy_that_takes_long(
-    database: Database, views: Views, tracking: LogsView, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("part", ["a copy that takes long", "its last steps"])
+def test_a_late_line_ends_a_copy(
+    database: Database, views: Views, tracking: LogsView, monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
     writer = threading.Thread(target=write, args=(database, tracking, late()))
 
     def slow(self: Exchange, connection: Connection, source: Connection, *_args: Any, **_names: Any) -> Any:
         writer.start()
-        source.execute("SELECT pg_sleep(600)")
-
-    monkeypatch.setattr(Exchange, "copy", slow)
-    assert views.sort(now=NEXT_DAY) == done(busy=1)
-    writer.join()
-    assert len(content(tracking)) == RESOURCES * TURNS + 1
-
-
-def test_a_late_line_ends_the_last_steps_of_a_copy(
-    database: Database, views: Views, tracking: LogsView, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writer = threading.Thread(target=write, args=(database, tracking, late()))
-
-    def slow(self: Exchange, connection: Connection, *_args: Any, **_names: Any) -> Any:
-        writer.start()
-        connection.execute("SELECT pg_sleep(600)")
+        (connection if part == "its last steps" else source).execute("SELECT pg_sleep(600)")
 
     monkeypatch.setattr(Exchange, "copy", slow)
     assert views.sort(now=NEXT_DAY) == done(busy=1)
