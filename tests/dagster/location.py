@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import dagster as dg
 
@@ -30,6 +31,18 @@ def record(events: Sequence[Event], connection: Connection) -> None:
     """One row for each time that an event takes effect."""
     with connection.cursor() as cursor:
         cursor.executemany("INSERT INTO effect (id, partition) VALUES (%s, %s)", [(e.id, e.partition) for e in events])
+
+
+def cut_off(batch: int) -> Callable[[Sequence[Event], Connection], None]:
+    """A handler that records, and whose connection breaks in the batch of this number, from 1."""
+    calls = itertools.count(1)
+
+    def handle(events: Sequence[Event], connection: Connection) -> None:
+        record(events, connection)
+        if next(calls) == batch:
+            connection.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+
+    return handle
 
 
 @consumer_asset(

@@ -23,7 +23,7 @@ from eventsql_orchestration.database import Connection
 from eventsql_orchestration.orchestration import batch, drain
 from eventsql_orchestration.storage.metrics import Place
 from tests.dagster.conftest import Metadata, Workbench, registering, sql
-from tests.dagster.location import ledger, record
+from tests.dagster.location import cut_off, ledger, record
 from tests.effects import PanicException
 from tests.waiting import PATIENCE, wait_until
 
@@ -405,14 +405,7 @@ def test_the_claim_of_another_consumer_is_left_to_it(bench: Workbench, replay: b
 
 
 def test_a_database_that_goes_away_fails_the_run_and_the_range_is_claimed_again(bench: Workbench) -> None:
-    calls = itertools.count()
-
-    def cut(events: Sequence[Event], connection: Connection) -> None:
-        record(events, connection)
-        if next(calls) == 0:
-            connection.execute("SELECT pg_terminate_backend(pg_backend_pid())")
-
-    definition = define(cut)
+    definition = define(cut_off(1))
     ids = bench.publish("rides", 5)
     assert not bench.run(definition, bench.request(definition)).success
     assert bench.effects() == []

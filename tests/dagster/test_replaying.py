@@ -20,7 +20,7 @@ from eventsql_orchestration.dagster.consumers.reexecution import ancestors, is_a
 from eventsql_orchestration.dagster.tags import LATE_TAG
 from eventsql_orchestration.database import Connection
 from tests.dagster.conftest import Metadata, Workbench, registering
-from tests.dagster.location import record, slow
+from tests.dagster.location import cut_off, record, slow
 from tests.dagster.test_ranges import SUMS, sums, total
 from tests.dagster.test_ranges import define as define_range
 from tests.forms import drop_events
@@ -394,14 +394,7 @@ def test_a_run_whose_step_dagster_retries_does_not_replay_the_range_that_it_has_
     bench: Workbench,
 ) -> None:
     """It executes a run again that had succeeded without a commit. Its connection breaks in its second range."""
-    calls = itertools.count()
-
-    def cut_off(events: Sequence[Event], connection: Connection) -> None:
-        record(events, connection)
-        if next(calls) == 1:
-            connection.execute("SELECT pg_terminate_backend(pg_backend_pid())")
-
-    definition = define(cut_off, retry_policy=dg.RetryPolicy(max_retries=1), max_events=2, drain_seconds=600.0)
+    definition = define(cut_off(2), retry_policy=dg.RetryPolicy(max_retries=1), max_events=2, drain_seconds=600.0)
     ids = bench.publish("rides", 4)
     requested, job = bench.request(definition), bench.job(definition)
     parent = bench.requested(definition, requested, dg.DagsterRunStatus.SUCCESS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +14,7 @@ from eventsql_orchestration.dagster import AssetOptions, ConsumerDefinition, Eve
 from eventsql_orchestration.dagster.local.instance import instance_config
 from eventsql_orchestration.errors import DatabaseUnavailableError
 from tests.dagster.conftest import Workbench, registering
-from tests.dagster.location import AT_ONCE, record
+from tests.dagster.location import AT_ONCE, cut_off, record
 from tests.dagster.test_ranges import SUMS, sums, total
 from tests.dagster.test_ranges import define as define_range
 
@@ -40,15 +39,8 @@ def restarts(result: dg.ExecuteInProcessResult) -> int:
 
 def test_a_run_that_fails_after_a_part_of_its_range_goes_on_where_it_was(bench: Workbench) -> None:
     """Its connection breaks in the second batch."""
-    calls = itertools.count()
-
-    def cut_off(events: Any, connection: Any) -> None:
-        record(events, connection)
-        if next(calls) == 1:
-            connection.execute("SELECT pg_terminate_backend(pg_backend_pid())")
-
     ids = bench.publish("rides", 6)
-    result = bench.run(steadily(cut_off, batch=2), bench.request(steady))
+    result = bench.run(steadily(cut_off(2), batch=2), bench.request(steady))
     assert result.success
     assert restarts(result) == 1
     assert bench.effects() == ids
