@@ -28,7 +28,7 @@ from eventsql_orchestration.consuming.dead_letter_values import (
 from eventsql_orchestration.consuming.handlers import ends_program, errors_of_handler
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.load import too_much
-from eventsql_orchestration.database.rows import fetch_first, query_all, query_first
+from eventsql_orchestration.database.rows import fetch_first, fetch_one, query_all, query_first
 from eventsql_orchestration.errors import (
     ConsumptionError,
     DatabaseError,
@@ -158,8 +158,8 @@ class DeadLetters:
         with self._database.connection() as connection:
             for window in windows:
                 query, values = self._matching(source, wanted, window, limit=None, redriven=None)
-                counts = connection.execute(_COUNT.format(query), values, prepare=False).fetchone() or (0, 0)
-                matching, before = matching + counts[0], before + counts[1]
+                found, redriven = fetch_one(connection, _COUNT.format(query), values, prepare=False)
+                matching, before = matching + found, before + redriven
         redrives = matching if again else matching - before
         return RedrivePlan(matching, before, redrives if limit is None else min(limit, redrives))
 
