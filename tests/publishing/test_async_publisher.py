@@ -310,6 +310,8 @@ def test_closing_the_platform_outside_of_the_loop_commits_what_its_publishers_we
 
 
 def test_a_publisher_belongs_to_one_loop(platform: EventSQL) -> None:
+    # Threads whose start another test has interrupted stay.
+    before = set(threading.enumerate())
     publisher = platform.async_publisher()
 
     async def play() -> None:
@@ -319,4 +321,4 @@ def test_a_publisher_belongs_to_one_loop(platform: EventSQL) -> None:
     with pytest.raises(EventSQLError, match="another event loop"):
         asyncio.run(play())
     publisher.close()
-    assert not any(thread.name == "eventsql-flush" for thread in threading.enumerate())
+    assert not any(thread.name == "eventsql-flush" for thread in set(threading.enumerate()) - before)
