@@ -58,13 +58,10 @@ def _unregistered(database: Database, name: str) -> Finding:
         with database.core() as connection:
             refuse_capitals(connection, name)
     except InvalidNameError as error:
-        query = sql.SQL("DELETE FROM {}.event_buffer WHERE eql_topic = {}")
-        delete = query.format(sql.Identifier(database.schema), sql.Literal(name)).as_string()
-        return warning(
-            "leftovers",
-            f"{found}: {error}",
-            f"correct the program that publishes them, and publish them again under the topic's name; then: {delete}",
-        )
+        buffer, topic = sql.Identifier(database.schema, "event_buffer").as_string(), sql.Literal(name).as_string()
+        again = "correct the program that publishes them, and publish them again under the topic's name"
+        remedy = f"{again}; then: DELETE FROM {buffer} WHERE eql_topic = {topic}"  # noqa: S608 - to be read
+        return warning("leftovers", f"{found}: {error}", remedy)
     return warning(
         "leftovers",
         f"{found}: they are moved when it is registered",
