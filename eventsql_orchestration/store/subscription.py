@@ -23,7 +23,7 @@ from eventsql_orchestration.database.held_by_handlers import holding
 from eventsql_orchestration.database.load import raise_if_disk_is_full
 from eventsql_orchestration.database.notifications import STORE, Listener
 from eventsql_orchestration.database.rows import fetch_first
-from eventsql_orchestration.errors import ClosedError, DatabaseError, EventSQLError, SubscriptionNotFoundError
+from eventsql_orchestration.errors import ClosedError, EventSQLError, SubscriptionNotFoundError
 from eventsql_orchestration.forks import after_fork
 from eventsql_orchestration.store.change import RecordedChange, StoreCheckpoint
 from eventsql_orchestration.store.dead_letters import StoreDeadLetter, change_of, letters
@@ -38,6 +38,9 @@ ChangeHandler: TypeAlias = Callable[[RecordedChange, Connection], object]
 
 FAULT_DELAY: Final = 5.0
 """Seconds until a subscription goes on after an error that is not a failure of a change."""
+
+_REFUSED: Final = (psycopg.IntegrityError, psycopg.errors.RaiseException, psycopg.DataError)
+"""Errors of a commit that the server refuses because of written rows, for example by a deferred constraint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +188,7 @@ class Subscription:
                 at, what = changes[0].checkpoint, f"subscription {self.name} at {changes[0].reference}"
                 failed = not ends_program(error) and self._lost.counts(at, what, connection, error)
             else:
-                failed = handled and _rejects(error)
+                failed = handled and isinstance(error, _REFUSED)
             if not failed:
                 raise
             raise _FailedError.of_all(changes, error) from error
@@ -355,9 +358,7 @@ class Subscription:
                 continue
             except _FailedError as failed:
                 error = failed.cause
-            except (psycopg.Error, DatabaseError) as refused:
-                if not _rejects(refused):
-                    raise
+            except _REFUSED as refused:
                 error = refused
             with self._database.connection() as connection:
                 connection.execute(self._queries("fail_letter"), {"letter": letter.id, "failure": describe(error)})
@@ -376,9 +377,3 @@ class Subscription:
             if connection.execute(self._queries("delete_letter"), values | {"locked_by": locked[0]}).rowcount != 1:
                 raise _FailedError(change, psycopg.ProgrammingError(TRANSACTION_ENDED))
         return True
-
-
-def _rejects(error: BaseException) -> bool:
-    """Whether the server refused a commit because of written rows, for example by a deferred constraint."""
-    cause = error if isinstance(error, psycopg.Error) else error.__cause__
-    return isinstance(cause, psycopg.IntegrityError | psycopg.errors.RaiseException | psycopg.DataError)

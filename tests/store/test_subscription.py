@@ -801,6 +801,14 @@ def test_a_running_subscription_is_woken_by_an_append(platform: EventSQL, until:
             seen.wait(1.0)
 
 
+def test_a_subscription_that_waits_for_its_next_look_stops_before_it(store: Store, until: Until) -> None:
+    put(store, "1", 1)
+    hour = SubscriptionOptions(polling_delay=3_600.0)
+    with store.subscribe("mailer", effect, options=hour) as subscription:
+        until(lambda: effects(store) == [1])
+        assert subscription.stop(60.0)
+
+
 def test_a_handler_may_stop_its_subscription(store: Store, until: Until) -> None:
     def stop_after(change: RecordedChange, connection: Connection) -> None:
         effect(change, connection)
