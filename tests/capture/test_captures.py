@@ -136,7 +136,7 @@ def test_a_key_must_be_unique_and_never_null(platform: EventSQL, session: Connec
         "part int NOT NULL, whole int NOT NULL, doubtful int NOT NULL)"
     )
     session.execute("CREATE UNIQUE INDEX ON orders (partial) WHERE partial > 0")
-    session.execute("CREATE UNIQUE INDEX ON orders (part, whole)")
+    session.execute("CREATE UNIQUE INDEX ON orders (part, whole) INCLUDE (code)")
     # As CREATE INDEX CONCURRENTLY leaves it when it finds a value twice.
     session.execute("CREATE UNIQUE INDEX doubt ON orders (doubtful)")
     session.execute("UPDATE pg_index SET indisvalid = false WHERE indexrelid = 'doubt'::regclass")

@@ -488,6 +488,7 @@ def test_a_statement_with_many_rows_writes_the_events_of_each_to_its_partition(
     assert differences(session, "orders", "id::text") == []
     wanted = [-1 if partitions < 0 else partition_of_key(each["key"], partitions) for each in found]
     assert [each["partition"] for each in found] == wanted
+    assert all(each["metadata"] == {"op": each["op"], "table": "public.orders"} for each in found)
     assert [(each["op"], (each["after"] or {}).get("status")) for each in found if each["key"] == "17"] == [
         ("c", "new"), ("u", "paid"), ("u", "paid!"),
     ]  # fmt: skip
