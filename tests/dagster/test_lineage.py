@@ -274,9 +274,17 @@ def test_a_claim_that_was_lost_publishes_nothing(bench: Workbench) -> None:
     assert bench.platform.reader.count("sums") == 0
 
 
-def test_an_empty_range_has_no_event_to_trace() -> None:
-    read = input_metadata("rides", [{"partition": -1, "after": 4, "upto": 4, "events": 0}])
-    assert set(read) == {"topic", "input", "ranges"}
+def test_the_last_event_that_was_read_is_the_one_to_trace() -> None:
+    def read(shard: str, partition: int, after: int, upto: int) -> dict[str, Any]:
+        return {"shard": shard, "partition": partition, "after": after, "upto": upto}
+
+    empty, first, last = read("a", 0, 9, 9), read("a", 1, 4, 5), read("b", 2, 3, 8)
+    of_several = input_metadata("rides", [last, first, empty])
+    assert of_several["trace"].value == "eventsql --shard b trace rides 8"
+    assert "shard" not in of_several
+    of_one = input_metadata("rides", [first, empty])
+    assert (of_one["trace"].value, of_one["shard"].value) == ("eventsql --shard a trace rides 5", "a")
+    assert set(input_metadata("rides", [{"partition": -1, "after": 4, "upto": 4}])) == {"topic", "input", "ranges"}
 
 
 # Topics as assets

@@ -67,8 +67,10 @@ def test_an_asset_publishes_once_in_a_run_and_says_where_on_each_shard(
     assert sorted(said[0]["published ranges"].value, key=lambda each: str(each["shard"])) == ranges
     assert "published first offset" not in said[0]
     assert said[0]["trace published"].startswith("eventsql --shard shard-")
-    both = add_up([said[0], {**said[0]}], "fares")
-    assert (both["published events"], both["published ranges"].value) == (2 * len(ROWS), ranges)
+    later = [{**each, "first": each["last"] + 1, "last": each["last"] + 3} for each in ranges]
+    both = add_up([said[0], {**said[0], "published ranges": dg.MetadataValue.json(later)}], "fares")
+    whole = [{**each, "last": each["last"] + 3} for each in ranges]
+    assert (both["published events"], both["published ranges"].value) == (2 * len(ROWS), whole)
 
 
 def test_a_repeated_run_learns_that_it_has_published_while_a_shard_is_down(eventsql: EventSQLResource) -> None:
