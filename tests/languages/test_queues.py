@@ -198,17 +198,24 @@ def test_an_id_is_sent_once_in_the_window(queue: Queue, session: Connection) -> 
 
 REFUSED = [
     "send('absent', 'x')", "send(NULL, 'x')", "send('commands', NULL)", "send('commands', 'x', repeat('k', 65537))",
+    "send('commands', convert_to(repeat('x', 67108865), 'UTF8'))",
     "send('commands', 'x', NULL, '[]')", """send('commands', 'x', NULL, '{"a": 1}')""",
+    """send('commands', 'x', NULL, '{"a": "1", "a": "2"}')""",
+    "send('commands', 'x', NULL, json_build_object('a', repeat('m', 16777216)))",
     "send('commands', 'x', delay => -1)", "send('commands', 'x', delay => 'NaN')",
+    "send('commands', 'x', delay => 31536001)", "send('commands', 'x', priority => -1)",
     "send('commands', 'x', priority => 10)", "send('commands', 'x', deduplication_id => repeat('d', 1025))",
     "send_all('commands', NULL)", "send_all('commands', '{a,b}', '{k}')",
+    "send_all('commands', '{a,b}', metadata => '{\"{}\"}')", "send_all('commands', '{a,b}', delays => '{1}')",
+    "send_all('commands', '{a,b}', priorities => '{1}')", "send_all('commands', '{a,b}', deduplication_ids => '{d}')",
     "send_all('commands', array_fill('x'::bytea, ARRAY[10001]))",
     "receive('absent')", "receive('commands', 0)", "receive('commands', 10001)", "receive('commands', NULL)",
-    "receive('commands', 1, 0)", "receive('commands', 1, 'NaN')",
+    "receive('commands', 1, 0)", "receive('commands', 1, 'NaN')", "receive('commands', 1, 31536001)",
     "acknowledge('absent', 1, 1)", "acknowledge('commands', NULL, 1)", "acknowledge('commands', 1, NULL)",
     "acknowledge_all('commands', '{1,1}', '{1,2}')", "acknowledge_all('commands', '{1,2}', '{1}')",
     "acknowledge_all('commands', NULL, NULL)",
-    "release('commands', 1, 1, -1)", "extend('commands', 1, 1, 0)", "extend('commands', 1, 1, NULL)",
+    "release('commands', 1, 1, -1)", "release('commands', 1, 1, 31536001)",
+    "extend('commands', 1, 1, 0)", "extend('commands', 1, 1, NULL)", "extend('commands', 1, 1, 31536001)",
 ]  # fmt: skip
 
 
