@@ -365,6 +365,7 @@ def test_keys_of_two_shards_that_were_never_reached_fail_as_those_of_one_that_is
     three: list[str], opened: Open, second: EmbeddedPostgres
 ) -> None:
     platform = opened(*three).open()
+    assert set(platform.members()) == set(platform.shards), "the lag and commands show that they cannot be reached"
     platform.publisher.publish(of_shard(1))
     for refused in (
         lambda: platform.publisher.publish(of_shard(2)),
