@@ -5,17 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any
 
 import psycopg
 import pytest
 from psycopg import sql
+from sqlalchemy import make_url
 
 from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.errors import DatabaseError, ValidationError
 from eventsql_orchestration.storage import exchanging
 from eventsql_orchestration.storage.exchanging import Exchange
-from eventsql_orchestration.views import LogEntry, Logs, LogsView, Sorted, Views
+from eventsql_orchestration.views import LogEntry, Logs, LogsView, Sorted, Views, sorting
 from tests.fixtures import Sessions, Terminate, UntilBlocked
 from tests.views.conftest import DAY, MINUTE, NOON, SECOND
 
@@ -194,6 +196,29 @@ def test_the_steps_after_the_look_at_the_index_are_planned_as_ever(
     monkeypatch.setattr(Exchange, "copy", copied)
     assert views.sort(now=NEXT_DAY) == done(1)
     assert found == [("on",), ("on",)]
+
+
+@pytest.mark.usefixtures("tracking")
+def test_a_copy_outlasts_the_limit_of_a_statement(direct_dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_copy, limits = exchanging.in_copy, list[tuple[str]]()
+
+    def looked(reading: psycopg.Cursor, read: sql.Composed, sink: partial[None]) -> None:
+        for cursor in (reading, *sink.args[:1]):
+            limits.extend(cursor.connection.execute("SHOW statement_timeout").fetchall())
+        in_copy(reading, read, sink)
+
+    monkeypatch.setattr(exchanging, "in_copy", looked)
+    dsn = make_url(direct_dsn).update_query_dict({"options": "-c statement_timeout=60s"})
+    with Database(dsn.render_as_string(False)) as limited:
+        assert Views(limited).sort(now=NEXT_DAY) == done(1)
+    assert limits == [("0",), ("0",)]
+
+
+def test_a_run_leaves_the_partitions_that_it_has_no_time_for(
+    views: Views, tracking: LogsView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sorting, "RUN_SECONDS", 0.0)
+    assert views.sort(now=NEXT_DAY) == done(0)
 
 
 def test_a_line_between_the_vacuum_and_the_lock_is_not_seen_too_early(
