@@ -42,7 +42,8 @@ class Router:
             return groups
 
         if self._keyless is None:
-            self._keyless = self._of_keyless(groups)
+            # A shard of the other events saves a commit, and the batch waits for it in any case.
+            self._keyless = next(iter(groups), None) or self._cluster.any().label
         if groups.get(self._keyless):
             # Events with and without a key share a shard: keep the order of the batch.
             mine = set(map(id, groups[self._keyless])) | set(map(id, keyless))
@@ -50,11 +51,3 @@ class Router:
         else:
             groups[self._keyless] = keyless
         return groups
-
-    def _of_keyless(self, groups: Iterable[str]) -> str:
-        """The shard for events without a key. A shard of the other events saves a commit, if it can take events."""
-        for name in groups:
-            shard = self._cluster.named(name)
-            if shard.active and shard.down is None:
-                return name
-        return self._cluster.any().label
