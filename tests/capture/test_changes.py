@@ -83,10 +83,11 @@ def test_a_rolled_back_change_is_no_event(orders: EventSQL, sessions: Sessions, 
     assert told(session) == [("c", "1", None, "new")]
 
 
-def test_an_update_that_changes_nothing_is_no_event(orders: EventSQL, session: Connection) -> None:
-    session.execute("INSERT INTO orders VALUES (1, 'new', 1)")
+@pytest.mark.parametrize("rows", [1, 100])
+def test_an_update_that_changes_nothing_is_no_event(orders: EventSQL, session: Connection, rows: int) -> None:
+    session.execute("INSERT INTO orders SELECT n, 'new', n FROM generate_series(1, %s) n", [rows])
     session.execute("UPDATE orders SET status = 'new'")
-    assert told(session) == [("c", "1", None, "new")]
+    assert [op for op, *_ in told(session)] == ["c"] * rows
 
 
 def test_a_changed_key_is_a_deletion_and_a_creation(orders: EventSQL, session: Connection) -> None:
@@ -141,19 +142,21 @@ def test_the_changes_add_up_to_the_table_after_every_statement(
         ("BEFORE UPDATE OF amount", "UPDATE orders SET status = 'before' WHERE id = NEW.id + 1"),
     ],
 )
+@pytest.mark.parametrize("more", [0, 100], ids=["few", "many"])
 def test_triggers_that_change_the_same_table_do_not_mislead(
-    orders: EventSQL, session: Connection, moment: str, body: str
+    orders: EventSQL, session: Connection, moment: str, body: str, more: int
 ) -> None:
-    session.execute("INSERT INTO orders VALUES (1, 'old', 1), (3, 'old', 1)")
+    others = f"SELECT n, 'other', 1 FROM generate_series(10, {10 * more}, 10) n"
+    session.execute(f"INSERT INTO orders VALUES (1, 'old', 1), (3, 'old', 1) UNION ALL {others}".encode())
     session.execute(
         "CREATE FUNCTION meddle() RETURNS trigger LANGUAGE plpgsql AS "
         f"$$ BEGIN {body}; RETURN coalesce(NEW, OLD); END $$"
     )
     session.execute(f"CREATE TRIGGER meddle {moment} ON orders FOR EACH ROW EXECUTE FUNCTION meddle()")
     for statement in (
-        "INSERT INTO orders VALUES (2, 'new', 2), (4, 'new', 2)",
-        "UPDATE orders SET amount = 3 WHERE id = 1",
-        "DELETE FROM orders WHERE id IN (1, 4)",
+        f"INSERT INTO orders VALUES (2, 'new', 2), (4, 'new', 2) UNION ALL SELECT -n, 'other', 1 FROM ({others}) n (n)",
+        "UPDATE orders SET amount = 3 WHERE id = 1 OR id % 10 = 0",
+        "DELETE FROM orders WHERE id IN (1, 4) OR id % 10 = 0",
     ):
         session.execute(statement.encode())
         assert differences(session, "orders", "id::text") == [], statement
