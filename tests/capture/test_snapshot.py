@@ -40,6 +40,14 @@ def test_a_snapshot_reads_every_row_once(table: EventSQL, session: Connection) -
     assert differences(session, "orders", "id::text") == []
 
 
+def test_a_snapshot_reads_every_row_of_a_key_of_several_columns_once(table: EventSQL, session: Connection) -> None:
+    session.execute("CREATE TABLE lines (n integer, shop text, PRIMARY KEY (shop, n))")
+    session.execute("INSERT INTO lines SELECT n % 20, 'shop ' || n / 20 FROM generate_series(0, 99) n")
+    assert table.capture("lines", "changes").snapshot_rows == 100
+    keys = [each["key"] for each in events(session)]
+    assert len(keys) == len(set(keys)) == 100
+
+
 def test_a_capture_without_a_snapshot_has_the_changes_alone(table: EventSQL, session: Connection) -> None:
     assert table.capture("orders", "changes", snapshot=False).snapshot == "none"
     session.execute("DELETE FROM orders WHERE id = 1")
