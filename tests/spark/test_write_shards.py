@@ -744,6 +744,16 @@ def test_a_write_that_somebody_gave_up_before_another_of_its_batch_is_not_the_fi
     assert sum(count(dsn, "spark_staged_event") for dsn in dsns) == 0
 
 
+def test_a_write_that_somebody_gave_up_before_it_decides_publishes_nothing(platform: EventSQL, dsns: list[str]) -> None:
+    deciding = TwoPhaseParticipant(platform.shards[0].database)
+    with writing(dsns, 2, "UPDATE ON eventsql.spark_part") as write:
+        (announced,) = deciding.announced()
+        assert deciding.give_up(announced.id, timeout=1.0)
+    assert isinstance(write.outcome, RedefinitionError)
+    assert events_of(platform) == []
+    check_nothing_is_left(dsns)
+
+
 def test_two_writes_of_one_batch_at_once_publish_one(platform: EventSQL, dsns: list[str]) -> None:
     outcomes: list[tuple[int, bool]] = []
     with stopping(dsns[0], "INSERT ON eventsql.spark_publication", at_commit=True) as stop:
