@@ -215,6 +215,14 @@ def test_a_released_message_is_visible_at_once_behind_those_that_waited(queue: Q
     assert [queue.receive()[0].id for _ in range(2)] == [second, first]
 
 
+def test_the_history_of_a_message_has_its_last_20_entries(queue: Queue) -> None:
+    queue.send(b"x")
+    for number in range(25):
+        (message,) = queue.receive()
+        queue.release(message, reason=str(number))
+    assert [entry["reason"] for entry in queue.peek()[0].history] == [str(number) for number in range(5, 25)]
+
+
 def test_a_released_message_cannot_be_settled_by_its_former_receiver(queue: Queue) -> None:
     queue.send(b"x")
     (message,) = queue.receive()

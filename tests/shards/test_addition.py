@@ -276,6 +276,15 @@ def test_the_fence_waits_for_those_who_write_to_a_log(dsns: list[str], opened: O
     assert store.fence(2, [*BEFORE, "shard-3"], shard.transfer)
 
 
+def test_a_shard_that_is_fenced_for_one_addition_refuses_another(dsns: list[str], opened: Open) -> None:
+    shard = opened(*dsns[:2]).shards[0]
+    store = ShardStore(shard.database)
+    for begins in (True, False):
+        assert store.fence(2, [*BEFORE, "shard-3"], shard.transfer) is begins
+    with pytest.raises(ShardSetError):
+        store.fence(2, [*BEFORE, "shard-4"], shard.transfer)
+
+
 def test_the_fence_waits_for_those_who_register_topics(dsns: list[str], opened: Open) -> None:
     shard = opened(*dsns[:2]).shards[0]
     store = ShardStore(shard.database)
