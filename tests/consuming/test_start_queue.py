@@ -591,6 +591,13 @@ def test_a_partition_that_is_locked_for_too_long_keeps_no_lease_of_the_others(
     assert workers(platform) == 0
 
 
+def test_the_offset_stays_before_an_event_under_way_while_later_ones_are_handed_out(platform: EventSQL) -> None:
+    ids, own = fill(platform, "ab"), process(platform)
+    worker = own.register("a process")
+    assert [own.hand_out(worker, -1, 1).deliveries[0].event.id for _ in ids] == ids
+    assert states(platform)[0].last_event_id < ids[0]
+
+
 def test_a_process_that_takes_up_an_offset_does_not_wait_for_ever_for_a_handler_from_before(
     platform: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
