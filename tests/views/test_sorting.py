@@ -14,6 +14,7 @@ from psycopg import sql
 from sqlalchemy import make_url
 
 from eventsql_orchestration.database import Connection, Database
+from eventsql_orchestration.database.rows import in_copy
 from eventsql_orchestration.errors import DatabaseError, ValidationError
 from eventsql_orchestration.storage import exchanging
 from eventsql_orchestration.storage.exchanging import Exchange
@@ -200,7 +201,7 @@ def test_the_steps_after_the_look_at_the_index_are_planned_as_ever(
 
 @pytest.mark.usefixtures("tracking")
 def test_a_copy_outlasts_the_limit_of_a_statement(direct_dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    in_copy, limits = exchanging.in_copy, list[tuple[str]]()
+    limits = list[tuple[str]]()
 
     def looked(reading: psycopg.Cursor, read: sql.Composed, sink: partial[None]) -> None:
         for cursor in (reading, *sink.args[:1]):
