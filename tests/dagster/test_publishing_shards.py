@@ -61,7 +61,9 @@ def test_an_asset_publishes_once_in_a_run_and_says_where_on_each_shard(
     assert dg.materialize([fares], instance=instance).success
     found = events(eventsql.platform)
     assert sum(map(len, found.values())) == len(ROWS)
-    ranges = [{"shard": name, "first": min(offsets), "last": max(offsets)} for name, offsets in found.items()]
+    ranges: list[dict[str, Any]] = [
+        {"shard": name, "first": min(offsets), "last": max(offsets)} for name, offsets in found.items()
+    ]
     assert said[0] == said[1]
     assert said[0]["published events"] == len(ROWS)
     assert sorted(said[0]["published ranges"].value, key=lambda each: str(each["shard"])) == ranges
