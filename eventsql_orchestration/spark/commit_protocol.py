@@ -285,8 +285,8 @@ class Publications:
         """
         try:
             given_up = deciding.parts.give_up(part.id, timeout=FINISH_SECONDS)
-            # After it is finished, only the record tells.
-            if not given_up and (deciding.parts.is_decided(part.id) or deciding.parts.took_place(part)):
+            # The record is committed with the decision, and stays after the publication is finished.
+            if not given_up and deciding.parts.took_place(part):
                 return True
         except EventSQLError as error:
             logger.warning("whether %s is published is not known until the next write: %s", batch, error)
