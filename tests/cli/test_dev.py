@@ -25,7 +25,7 @@ from eventsql_orchestration.dagster.local.code_location import CodeLocation
 from eventsql_orchestration.dagster.local.dagster_process import LocalDagster
 from eventsql_orchestration.errors import MissingExtraError
 from eventsql_orchestration.orchestration.errors import RoundError
-from eventsql_orchestration.orchestration.rounds import TopicRound
+from eventsql_orchestration.orchestration.rounds import RunCounts, TopicRound
 from eventsql_orchestration.signals import handling
 from eventsql_orchestration.spark import SPARK_CONFIG_VARIABLE, connect_server, spark_config
 from eventsql_orchestration.spark.java import ensure_java
@@ -139,6 +139,11 @@ def test_a_simulation_starts_after_the_previous_one_has_ended() -> None:
     ended.add(0)
     simulations.next()
     assert started == [0, 1]
+    # The pause begins with the last start.
+    slow = rounds.Simulations(start, lambda _run: True)
+    slow.next()
+    slow.next()
+    assert started == [0, 1, 2]
 
 
 def test_the_summary_shows_a_topic_of_dead_letters_only_when_it_has_some(capsys: pytest.CaptureFixture[str]) -> None:
@@ -279,6 +284,28 @@ def test_the_command_does_what_a_location_lacks_or_says_how_to_do_it(
         " mine.py has no transfer",
         " mine.py has no job that registers its topics and consumers",
     ]
+
+
+def test_a_round_with_a_simulation_fails_for_events_that_are_not_accounted_for_and_for_failed_checks(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def simulate(running: development.Running, _deadline: float) -> None:
+        running.platform.publisher.publish(Publication("rides", b"1"))
+        running.platform.transfer.run_once()
+
+    monkeypatch.setattr(development.Running, "simulations", ["simulate"])
+    monkeypatch.setattr(development.Running, "simulate", simulate)
+    monkeypatch.setattr(development.Running, "verify", lambda *_: ["a check did not pass"])
+    platform.registry.register_topic(Topic("rides"))
+    with dg.DagsterInstance.ephemeral() as instance:
+        runs, topics, faults = running_with(Lacking(instance), platform).run(once=True, timeout=60.0)
+    unaccounted = "topic rides: no run of this round published 1 of the events"
+    with pytest.raises(RoundError, match=f"^a check did not pass; {unaccounted}$"):
+        rounds.report(runs, topics, faults)
+    with pytest.raises(RoundError, match=f"^{unaccounted}$"):
+        rounds.report(runs, topics, [])
+    # A run that failed may have published without a report.
+    rounds.report(RunCounts(failed=("simulate",)), [], [])
 
 
 def test_a_round_does_not_wait_for_a_paused_consumer_and_names_any_other(

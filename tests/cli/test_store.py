@@ -111,6 +111,7 @@ def test_lag_and_doctor_tell_which_process_holds_a_subscription_back(run: Run, p
         for shown in (run(*words).stdout for words in shows):
             assert "mailer" in shown
             assert f"process {pid}" in " ".join(shown.split())
+        assert "mailer" not in run("doctor").stdout, "each transaction holds it back for a moment"
     name, waiting, held_back, _, given_up, why = run("lag").stdout.split()[-6:]
     assert (name, waiting, held_back, given_up, why) == ("mailer", "1", "0", "0", "-")
 
@@ -154,6 +155,10 @@ def test_doctor_names_a_subscription_that_nobody_runs_after_ten_minutes(run: Run
     assert idle["remedy"].endswith("store.unsubscribe('mailer')")
     assert mailer.run_once().handled == 1
     assert found() == [], "a process runs it, however old its next change is"
+    with platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.store_subscription SET eql_handled_at = now() - interval '11 minutes'")
+    (idle,) = found()
+    assert "mailer has handled nothing for ten minutes, and 2 changes wait" in idle["message"]
 
 
 def test_doctor_tells_of_a_restored_store_and_of_an_overdue_retention(run: Run, platform: EventSQL) -> None:
