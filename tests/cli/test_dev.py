@@ -333,6 +333,26 @@ def test_a_round_does_not_wait_for_a_paused_consumer_and_names_any_other(
     assert "`eventsql consumer pause rides ledger`" in capsys.readouterr().err
 
 
+def test_a_round_ends_when_two_looks_find_all_events_moved_and_no_run_is_under_way(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, busy = list[str](), iter([True, False])
+
+    def transfer_after_the_second_look() -> None:
+        looks.append("check")
+        if len(looks) == 3:
+            platform.transfer.run_once()
+
+    platform.registry.register_topic(Topic("rides"))
+    platform.publisher.publish(Publication("rides", b"1"))
+    with dg.DagsterInstance.ephemeral() as instance:
+        running = running_with(Lacking(instance), platform)
+        running.check, running.keep_spark = transfer_after_the_second_look, lambda: looks.append("keep Spark")
+        monkeypatch.setattr(running, "is_busy", lambda: next(busy))
+        assert running.round(60.0) == []
+    assert looks == ["check", "keep Spark"] * 4
+
+
 def test_a_round_names_ten_partitions_and_counts_the_others(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("rides", partitions=12))
     platform.registry.register_consumer(Consumer("rides", "ledger", partitioned=True))
