@@ -20,9 +20,11 @@ from sqlalchemy import make_url
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.cli.doctor_consumers import idle_findings
-from eventsql_orchestration.cli.doctor_database import transaction_findings
+from eventsql_orchestration.cli.doctor_database import schema_finding, transaction_findings
+from eventsql_orchestration.cli.findings import Status
 from eventsql_orchestration.consumer import ConsumerState
 from eventsql_orchestration.consuming.deliveries import Deliveries
+from eventsql_orchestration.database import Database, migrations
 from eventsql_orchestration.database.translation import MORE_CONNECTIONS
 from eventsql_orchestration.errors import DatabaseFullError, DatabaseUnavailableError, MissingExtraError
 from eventsql_orchestration.spark.java import JavaRuntime, find_java
@@ -74,6 +76,15 @@ def test_a_package_that_was_rolled_back_works_with_the_newer_schema_and_leaves_i
     assert code == 0
     assert [finding["status"] for finding in findings["schema"]] == ["warning"]
     assert "transfer" in findings
+
+
+def test_a_schema_that_is_older_than_the_package_is_a_problem_that_migrate_mends(run: Run, platform: EventSQL) -> None:
+    with platform.database.transaction() as connection:
+        connection.execute("UPDATE eventsql.schema_version SET version_num = '0001'")
+    code, findings = diagnose(run)
+    (finding,) = findings["schema"]
+    assert (code, finding["status"], finding["remedy"]) == (1, "problem", "eventsql migrate")
+    assert f"is at revision 0001, this package needs {migrations.HEAD}" in finding["message"]
 
 
 def test_leftovers_of_a_deleted_topic_are_named_and_the_named_command_clears_them(
@@ -561,6 +572,8 @@ def test_missing_tables_are_a_problem_that_migrate_mends(invoke: Run, fresh: str
     # On tables that were dropped by mistake, that command would be in the way of a restore.
     command, _, otherwise = schema["remedy"].partition("; ")
     assert (command, "restore a backup" in otherwise) == ("eventsql migrate", True)
+    # The first command on an embedded server creates its tables.
+    assert schema_finding(Database(fresh), embedded=True).status is Status.OK
     invoke("--dsn", fresh, "migrate")
     assert invoke("--dsn", fresh, "doctor").exit_code == 0
 

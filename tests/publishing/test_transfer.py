@@ -20,6 +20,7 @@ import psycopg
 import pytest
 
 from eventsql_orchestration import EventSQL, Publication, Topic
+from eventsql_orchestration.cli.doctor_database import transaction_findings
 from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import (
@@ -827,8 +828,11 @@ def test_an_event_of_a_prepared_transaction_is_not_passed_over(
     for _ in range(3):
         platform.publisher.publish(order("restarted"))
         platform.transfer.run_once()
+    found = transaction_findings(platform.database, longer_than=0.0)
+    (remedy,) = [each.remedy for each in found if "prepared as" in each.message]
     with platform.database.connection() as connection:
         (xid,) = connection.tpc_recover()
+        assert remedy == f"if nobody needs it: ROLLBACK PREPARED '{xid}'"
         connection.tpc_commit(xid)
     assert platform.transfer.run_once() == {"orders": 1}
     assert values(platform)[-1] == "prepared"

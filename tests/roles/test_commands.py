@@ -73,10 +73,11 @@ WITHOUT_PRIVILEGES = "UPDATE pg_proc SET proacl = NULL WHERE prosecdef AND prona
     ("fault", "message"),
     [
         ("GRANT CREATE ON SCHEMA eventsql TO PUBLIC", "every role may create objects in eventsql"),
+        ("GRANT CREATE ON SCHEMA eventsql TO pg_monitor", "pg_monitor may create objects in eventsql"),
         (WITHOUT_PRIVILEGES, "every role may execute functions that run with their owner's rights"),
     ],
 )
-def test_doctor_names_rights_that_every_role_has_and_how_to_revoke_them(
+def test_doctor_names_rights_that_roles_should_not_have_and_how_to_revoke_them(
     owner: EventSQL, direct_dsn: str, fault: str, message: str
 ) -> None:
     assert _schema_findings(direct_dsn) == []
