@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import subprocess
 
 import pytest
 
 from eventsql_orchestration import EventSQL, Publication, Topic
+from eventsql_orchestration.cli import transfer
+from eventsql_orchestration.cli.transfer import _Report
 from eventsql_orchestration.database import Connection
 from tests.cli.conftest import Run, Start
 from tests.cli.mailer import TOPIC, prepare
@@ -35,11 +38,30 @@ def test_a_transfer_of_many_topics_names_those_with_the_most_events(run: Run, pl
     assert run("transfer", "--once").stderr == f"eventsql: transferred 13 events (t11 2, {names}, and 2 other topics)\n"
 
 
+def test_each_event_is_reported_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    report = _Report()
+    report.add({"a": 1})
+    assert capsys.readouterr().err == "eventsql: transferred 1 event (a 1)\n"
+    monkeypatch.setattr(transfer, "_REPORT_SECONDS", math.inf)
+    report.add({"a": 2})
+    report.add({"a": 3})
+    assert capsys.readouterr().err == "", "a report comes at most once a second"
+    report.flush()
+    report.flush()
+    assert capsys.readouterr().err == "eventsql: transferred 5 events (a 5)\n"
+
+
+def test_a_transfer_that_starts_while_the_database_is_down_ends_with_an_error(start: Start, closed_port: int) -> None:
+    process = start("transfer", EVENTSQL_DSN=f"postgresql://127.0.0.1:{closed_port}/x")
+    _, errors = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, b"cannot be reached" in errors) == (1, True)
+
+
 @pytest.mark.parametrize(("ending", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_the_transfer_runs_until_it_is_told_to_end(
     start: Start, platform: EventSQL, ending: signal.Signals, code: int
 ) -> None:
-    process = start("transfer")
+    process = start("transfer", "--interval", 0.1)
     assert process.stderr is not None
     assert b"transferring" in process.stderr.readline()
     platform.publisher.publish(Publication(TOPIC, b"1"))
