@@ -12,6 +12,8 @@ import pytest
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.cli import transfer
 from eventsql_orchestration.cli.transfer import _Report
+from eventsql_orchestration.client.admin import ClusterRetainer
+from eventsql_orchestration.client.consumers import ClusterTransfer
 from eventsql_orchestration.database import Connection
 from tests.cli.conftest import Run, Start
 from tests.cli.mailer import TOPIC, prepare
@@ -49,6 +51,18 @@ def test_each_event_is_reported_once(monkeypatch: pytest.MonkeyPatch, capsys: py
     report.flush()
     report.flush()
     assert capsys.readouterr().err == "eventsql: transferred 5 events (a 5)\n"
+
+
+@pytest.mark.parametrize(("options", "runs"), [((), ["retention", "transfer"]), (("--no-retain",), ["transfer"])])
+def test_a_transfer_drops_old_events_too_unless_it_is_told_not_to(
+    run: Run, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], runs: list[str]
+) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr(transfer, "start_thread", lambda _name, target, stop: target(stop))
+    monkeypatch.setattr(ClusterRetainer, "run", lambda *_: ran.append("retention"))
+    monkeypatch.setattr(ClusterTransfer, "run", lambda *_, **__: ran.append("transfer"))
+    assert run("transfer", *options).exit_code == 0
+    assert ran == runs
 
 
 def test_a_transfer_that_starts_while_the_database_is_down_ends_with_an_error(start: Start, closed_port: int) -> None:

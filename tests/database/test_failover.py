@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from eventsql_orchestration import EventSQL, Publication, Topic
-from eventsql_orchestration.cli.doctor_database import servers_finding
+from eventsql_orchestration.cli.doctor_database import server_finding, servers_finding
 from eventsql_orchestration.cli.findings import Status
 from eventsql_orchestration.database import Database, sessions
 from eventsql_orchestration.database.urls import parse_dsn, render
@@ -85,6 +85,11 @@ def test_a_process_that_has_used_a_promoted_standby_publishes_nothing_to_the_for
         return False
 
     assert list(servers_finding(database)) == []
+    port = int((pair.standby.directory / "port").read_text())
+    standby = parse_dsn(pair.primary.start().dsn_for("app")).set(port=port)
+    with Database(render(standby)) as read_only:
+        finding = server_finding(read_only)
+    assert (finding.status, "is a standby" in finding.message) == (Status.PROBLEM, True)
     pair.promote()
     until(finds_the_promoted_server)
     assert [each for each in caplog.records if each.levelno == logging.WARNING and "promoted" in each.getMessage()]
