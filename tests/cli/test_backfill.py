@@ -403,6 +403,19 @@ def test_a_range_is_taken_over_on_request(run: Run, ledger: Ledger) -> None:
     assert ledger.effects() == ids
 
 
+def test_a_take_over_that_is_refused_leaves_no_new_backfill_and_keeps_a_resumed_one(run: Run, ledger: Ledger) -> None:
+    ledger.publish(4)
+    assert isinstance(ledger.platform.claims.claim("orders", "fragile", owner="somebody", max_wait=0.0), Claim)
+    backfills = Backfills(ledger.platform.shards)
+    command = ("backfill", "orders", "fragile", "--take-over", "--execute", *MODULE)
+    new = run(*command, "--from", "earliest")
+    assert (new.exit_code, backfills.registered(), ledger.offsets("fragile")) == (1, [], [0])
+    backfills.register(backfills.plan("orders", "fragile", ReplayRange(Earliest())), "may")
+    resumed = run(*command, "--resume", "may")
+    assert (resumed.exit_code, [each.id for each in backfills.registered()]) == (1, ["may"])
+    assert ledger.effects() == []
+
+
 def test_an_interrupted_backfill_is_resumed_with_nothing_twice(run: Run, start: Start, ledger: Ledger) -> None:
     # Each partition with events has a run, and each run a process with Dagster.
     ids = ledger.publish(50, partition=0)
