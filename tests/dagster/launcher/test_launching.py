@@ -13,8 +13,10 @@ import psutil
 import pytest
 from dagster._daemon.run_coordinator.queued_run_coordinator_daemon import QueuedRunCoordinatorDaemon
 
+from eventsql_orchestration.dagster.launcher import run_launcher
 from eventsql_orchestration.dagster.launcher.dagster_internals import LaunchRunContext
 from eventsql_orchestration.dagster.launcher.run_launcher import TERMINATE_TAG, LauncherClosedError, PreforkRunLauncher
+from eventsql_orchestration.dagster.launcher.server_process import ReplacedError, ServerProcess
 from eventsql_orchestration.dagster.launcher.worker import Worker
 from tests.dagster.launcher.conftest import Deployment, deployed, descriptors, write_location
 from tests.waiting import PATIENCE, ended, wait_until
@@ -308,6 +310,21 @@ def test_a_location_with_a_thread_is_launched_by_dagsters_launcher_and_this_is_s
         assert deployment.launcher.check_run_worker_health(deployment.run(waiting)).status.value == "RUNNING"
         assert deployment.launcher.terminate(waiting)
         assert deployment.ended(waiting) is CANCELED
+
+
+def test_runs_of_a_location_whose_files_keep_changing_are_launched_by_dagsters_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> int:
+        raise ReplacedError("a file has changed")
+
+    monkeypatch.setattr(ServerProcess, "launch", refuse)
+    monkeypatch.setattr(run_launcher, "_ATTEMPTS", 2)
+    with deployed(tmp_path, "first") as deployment:
+        runs = [deployment.launch() for _ in range(2)]
+        assert [deployment.ended(run) for run in runs] == [SUCCESS, SUCCESS]
+        assert [sum("keep changing" in said for said in deployment.said(run)) for run in runs] == [1, 0]
+        assert len(deployment.servers()) == 2
 
 
 @pytest.mark.parametrize("runs", [5, pytest.param(1000, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])])

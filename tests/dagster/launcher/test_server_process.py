@@ -16,6 +16,7 @@ import psutil
 import pytest
 from dagster._core.code_pointer import FileCodePointer, ModuleCodePointer
 
+from eventsql_orchestration.dagster.launcher import server_process
 from eventsql_orchestration.dagster.launcher.dagster_internals import RepositoryPythonOrigin
 from eventsql_orchestration.dagster.launcher.server_process import (
     MachineBusyError,
@@ -180,6 +181,19 @@ def test_if_the_system_refuses_a_process_the_queue_tries_again_and_a_report_is_m
     refusing.unlink()
     assert deployment.ended(run) is dg.DagsterRunStatus.FAILURE
     _close(server)
+
+
+def test_a_server_that_does_not_answer_is_killed_so_that_it_cannot_launch_the_run_later(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = deployment.create()
+    server = _server(deployment, run)
+    monkeypatch.setattr(server_process, "_ANSWER_TIMEOUT", 0.2)
+    os.kill(server.pid, signal.SIGSTOP)
+    with pytest.raises(ReplacedError, match="did not answer"):
+        server.launch(run, resume=False)
+    wait_until(server.has_ended, "the end of the server")
+    server.close()
 
 
 def test_a_server_that_dies_before_its_answer_leaves_no_process_of_the_run(

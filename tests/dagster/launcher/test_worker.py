@@ -15,7 +15,7 @@ import dagster as dg
 import pytest
 from dagster._core.test_utils import create_run_for_test
 
-from eventsql_orchestration.dagster.launcher.run_launcher import TERMINATE_TAG
+from eventsql_orchestration.dagster.launcher.run_launcher import TERMINATE_TAG, PreforkRunLauncher
 from eventsql_orchestration.dagster.launcher.worker import Worker
 
 LAUNCHER = {"run_launcher": {"module": "eventsql_orchestration.dagster", "class": "PreforkRunLauncher"}}
@@ -86,3 +86,32 @@ def test_a_launcher_that_has_launched_nothing_ends_the_runs_that_it_watches(proc
         instance.report_run_canceling(watched)
         instance.add_run_tags(run.run_id, {TERMINATE_TAG: run.run_id})
         assert process.wait(120) == -signal.SIGTERM
+
+
+def test_a_run_is_asked_to_end_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second interrupt would break off what the run does to end."""
+    asked: list[int] = []
+    monkeypatch.setattr(Worker, "interrupt", lambda worker: asked.append(worker.pid))
+    with dg.instance_for_test(overrides=LAUNCHER) as instance:
+        launcher = instance.run_launcher
+        assert isinstance(launcher, PreforkRunLauncher)
+        run = create_run_for_test(instance, status=dg.DagsterRunStatus.CANCELING)
+        worker = Worker.of_process(run.run_id, os.getpid())
+        instance.add_run_tags(run.run_id, {TERMINATE_TAG: run.run_id, **worker.tags()})
+        ended = launcher._end_terminated_runs(set())
+        assert launcher._end_terminated_runs(ended) == ended == {run.run_id}
+        assert asked == [os.getpid()]
+        instance.report_run_canceled(run)
+        assert launcher._end_terminated_runs(ended) == set()
+
+
+def test_a_run_on_another_machine_is_alive_for_a_launcher_without_a_queue() -> None:
+    """Each machine launches runs, and none takes over from another."""
+    immediate = {"run_coordinator": {"module": "dagster.core.run_coordinator", "class": "DefaultRunCoordinator"}}
+    with dg.instance_for_test(overrides={**LAUNCHER, **immediate}) as instance:
+        run = create_run_for_test(instance, status=dg.DagsterRunStatus.STARTED)
+        worker = replace(Worker.of_process(run.run_id, os.getpid()), processes="of another machine")
+        instance.add_run_tags(run.run_id, worker.tags())
+        watched = instance.get_run_by_id(run.run_id)
+        assert watched is not None
+        assert instance.run_launcher.check_run_worker_health(watched).status.value == "RUNNING"
