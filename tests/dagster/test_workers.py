@@ -41,6 +41,7 @@ from eventsql_orchestration.queue import Message, NewMessage, Queue, QueueOption
 from tests.dagster.conftest import ONE, Metadata, Workbench, sql
 from tests.effects import FullDiskError, PanicException
 from tests.fixtures import Until
+from tests.waiting import wait_until
 
 LIMITS = WorkLimits(max_wait=0.0, drain_idle=0.0, batch=5)
 STATUS = dg.DagsterRunStatus
@@ -228,6 +229,23 @@ def test_a_run_ends_if_every_message_of_a_large_batch_fails_and_runs_that_fail_a
         assert not work.run(definition, request).success
     assert sum(receives for receives, _ in work.receives()) == 20
     assert "2 runs in a row failed; the next is requested in" in work.tick(definition)
+    hasty = worker(fail, limits=LIMITS, ticks=TickOptions(first_backoff=0.01))
+    wait_until(lambda: isinstance(work.tick(hasty), list), "the end of the pause")
+
+
+def test_a_run_that_succeeds_ends_the_pauses(work: Work) -> None:
+    failing = True
+
+    def handle(messages: Sequence[Message], connection: Connection) -> None:
+        if failing:
+            raise ValueError("no service")
+
+    definition = worker(handle, limits=replace(LIMITS, batch=10), backoff=lambda _: 0.0)
+    for failing in (True, False, True):
+        work.send(25)
+        (request,) = work.tick(definition)
+        assert work.run(definition, request).success is not failing
+    assert isinstance(work.tick(definition), list)
 
 
 @pytest.mark.parametrize("error", [DatabaseUnavailableError, FullDiskError, PermissionDeniedError])
@@ -379,7 +397,7 @@ def _run(status: dg.DagsterRunStatus, unchanged: float = 0.0) -> RunState:
         (Waiting(3, 9.0), RecentRuns([replace(_run(STATUS.STARTED, 1e6), waits=True)]), False),
         (Waiting(3, 9.0), RecentRuns([_run(STATUS.STARTING, 299.0)]), False),
         (Waiting(3, 9.0), RecentRuns([_run(STATUS.STARTING, 301.0)]), True),
-        (Waiting(3, 9.0), RecentRuns([_run(STATUS.STARTED, 301.0)]), True),
+        (Waiting(3, 9.0), RecentRuns([_run(STATUS.STARTED, 61.0)] * 2), True),
         (Waiting(3, 9.0), RecentRuns([_run(STATUS.CANCELING, 59.0)] * 2), False),
         # A further run, if the runs under way have started and a message still waits for too long.
         (Waiting(3, 1.0), RecentRuns([_run(STATUS.STARTED)]), False),
