@@ -117,6 +117,12 @@ def test_the_value_of_a_dead_letter_that_is_no_text_is_shown_in_hexadecimal(run:
     assert "mailer" in run("dlt", "list", TOPIC).stdout
 
 
+def test_a_dead_letter_that_was_erased_says_so(run: Run) -> None:
+    assert run("topic", "erase", f"{TOPIC}_dlt", "--key", "42", "--execute").exit_code == 0
+    shown = run("dlt", "show", TOPIC, 1)
+    assert (shown.exit_code, shown.stdout.endswith("\n\nthe event was erased\n")) == (0, True)
+
+
 def prepare_dead_letters(platform: EventSQL) -> None:
     """Four of `mailer`, given up in one hour each from midnight on. The consumer `audit` has none."""
     prepare(platform)
