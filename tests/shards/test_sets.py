@@ -19,6 +19,7 @@ from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.errors import (
     ClosedError,
     DatabaseUnavailableError,
+    InvalidNameError,
     RedefinitionError,
     RegistryError,
     SchemaOutdatedError,
@@ -345,6 +346,8 @@ def test_an_addition_names_what_is_in_its_way(databases: Databases, opened: Open
             ShardAddition([a, b], a).plan()
         with pytest.raises(ShardSetError, match="there is a shard 'shard-2' already"):
             ShardAddition([a, b], c, name="shard-2").plan()
+        with pytest.raises(InvalidNameError):
+            ShardAddition([a, b], c, name="0").plan()
         c.registry.register_topic(Topic("orders"))
         with pytest.raises(ShardSetError, match="add an empty database"):
             ShardAddition([a, b], c).plan()
