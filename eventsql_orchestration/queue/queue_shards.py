@@ -74,7 +74,8 @@ class QueueShards:
                     place.database, self._name, self._options, shard=place.name, listener=place.listener,
                     notifier=place.notifier, elsewhere=self._elsewhere,
                 )  # fmt: skip
-            self._tables[place] = table
+            # Another thread may have come first.
+            table = self._tables.setdefault(place, table)
         return table
 
     def _only(self) -> QueueTable | None:
@@ -120,8 +121,7 @@ class QueueShards:
         if isinstance(self._source, Database | Shard) or self.lone():
             yield
             return
-        shard = next(place for place, known in self._tables.items() if known is table)
-        assert isinstance(shard, Shard), "a platform consists of shards"
+        shard = next(shard for shard in self._source.shards if shard.database is table.database)
         if shard.down is not None:
             raise shard.unavailable()
         try:

@@ -7,6 +7,7 @@ import math
 import random
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -27,9 +28,19 @@ from eventsql_orchestration.errors import (
     ShardError,
     ShardUnavailableError,
 )
-from eventsql_orchestration.queue import Message, NewMessage, Queue, QueueDefinition, held_messages, list_queues
+from eventsql_orchestration.queue import (
+    Message,
+    NewMessage,
+    Queue,
+    QueueDefinition,
+    held_messages,
+    list_queues,
+    queue_shards,
+)
+from eventsql_orchestration.queue.queue_table import QueueTable
 from eventsql_orchestration.queue.upkeep import QueueUpkeep
 from tests.shards.conftest import Databases, Open, Until
+from tests.waiting import PATIENCE
 
 
 @pytest.fixture
@@ -61,6 +72,22 @@ def test_no_shard_gets_a_queue_of_another_order(platform: EventSQL) -> None:
     with pytest.raises(RedefinitionError):
         Queue(platform, "jobs", ordered=False).definition()
     assert {each.ordered for each in definitions(platform)[2:]} == {True}
+
+
+def test_threads_may_use_a_queue_for_the_first_time_at_once(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Queue(platform, "jobs").send_all([NewMessage(b"1", key=f"{number}") for number in range(50)])
+    queue, both = Queue(platform, "jobs"), threading.Barrier(2, timeout=PATIENCE)
+
+    def make(*args: Any, **options: Any) -> QueueTable:
+        both.wait()
+        return QueueTable(*args, **options)
+
+    monkeypatch.setattr(queue_shards, "QueueTable", make)
+    with ThreadPoolExecutor() as threads:
+        received = [threads.submit(queue.receive, max_messages=50) for _ in range(2)]
+        assert sum(len(each.result()) for each in received) == 50
 
 
 def test_messages_of_a_shard_are_received_though_others_fail(
