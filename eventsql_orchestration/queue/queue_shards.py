@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from eventsql_orchestration.consuming.running import AnyRunning, Keeper
@@ -136,8 +136,13 @@ class QueueShards:
 
     def _elsewhere(self, created: QueueTable) -> QueueDefinition | None:
         """The queue as another shard has it, so that a queue gets the same options on every shard."""
-        others = (table.existing() for table in self.all() if table is not created)
-        return next((found for found in others if found is not None), None)
+        for table in self.all():
+            if table is not created:
+                # Leave out a shard that is found down, as `all` leaves out the shards that are known to be down.
+                with suppress(DatabaseUnavailableError), self.using(table):
+                    if (found := table.existing()) is not None:
+                        return found
+        return None
 
     def of(self, message: Message, *, connected: bool = False) -> QueueTable:
         """The queue on a message's shard. A caller that is `connected` to a shard may use it while it counts as down.

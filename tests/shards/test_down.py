@@ -211,6 +211,18 @@ def test_messages_of_the_shard_that_is_down_fail_with_its_name_and_others_go_to_
     assert [message.shard for message in queue.receive()] == ["shard-2"]
 
 
+def test_a_new_queue_is_made_on_a_shard_that_is_up_though_another_is_found_down(
+    dsns: list[str], opened: Open, second: EmbeddedPostgres
+) -> None:
+    platform = opened(*dsns).open()
+    second.stop()
+    try:
+        Queue(platform, "jobs").send(b"1", key=LEFT[0])
+    finally:
+        second.start()
+    assert platform.shards[0].down is None
+
+
 def test_a_receiver_that_finds_a_shard_down_asks_it_no_more_until_it_is_back(
     dsns: list[str], opened: Open, second: EmbeddedPostgres, caplog: pytest.LogCaptureFixture
 ) -> None:
