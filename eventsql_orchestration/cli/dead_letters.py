@@ -126,7 +126,8 @@ def _tell_of_backfills(platform: EventSQL, topic: str, wanted: LetterFilter) -> 
 def _check_consumer(platform: EventSQL, topic: str, wanted: LetterFilter) -> None:
     """Refuse the name of a consumer that neither exists nor has given up an event."""
     name = wanted.consumer
-    if name is None or name in {each.name for each in platform.registry.consumers(topic)}:
+    # The topic may have been deleted, and its dead letters are still there.
+    if name is None or (topic, name) in {(each.topic, each.name) for each in platform.registry.consumers()}:
         return
     if not platform.dead_letters.list(topic, LetterFilter(consumer=name, backfill=wanted.backfill), limit=1):
         platform.registry.consumer(topic, name)

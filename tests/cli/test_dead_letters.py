@@ -95,6 +95,13 @@ def test_a_consumer_that_does_not_exist_is_named_unless_it_has_given_events_up(
     assert run("dlt", name, TOPIC, "--consumer", "mailer", *options).exit_code == 0
 
 
+def test_the_dead_letters_of_a_consumer_are_listed_after_its_topic_was_deleted(run: Run, platform: EventSQL) -> None:
+    platform.registry.unregister_topic(TOPIC, force=True)
+    (listed,) = json.loads(run("dlt", "list", TOPIC, "--consumer", "mailer", "--json").stdout)
+    assert listed["offset"] == 1
+    assert run("dlt", "list", TOPIC, "--consumer", "mialer").exit_code == 1
+
+
 def test_a_dead_letter_is_shown_with_where_it_comes_from_and_what_became_of_it(run: Run) -> None:
     def fields() -> dict[str, str]:
         lines = [line.split("  ") for line in run("dlt", "show", TOPIC, 1).stdout.splitlines()]
