@@ -147,25 +147,25 @@ class MessageQueue:
         failed: dict[str, Exception] = {}
         left = self._by_table(given, range(len(given)), tables)
         while left:
-            refused: tuple[str, WrongShardError] | None = None
+            refused: dict[str, WrongShardError] = {}
             again: list[int] = []
             for table, places in left.items():
                 try:
                     with self._shards.using(table):
                         ids.update(zip(places, table.put([given[each] for each in places], None), strict=True))
                 except WrongShardError as error:
-                    refused = table.shard or "", error
+                    refused[table.shard or ""] = error
                     again += places
                 except Exception as error:  # noqa: BLE001 - raised below, with the ids of the others
                     failed[table.shard or ""] = error
-            if refused is None:
+            if not refused:
                 break
             # A shard was added, or is being added, and the keys have moved to it.
             try:
-                self._shards.reconsider(refused[1], started)
+                self._shards.reconsider(next(iter(refused.values())), started)
                 left = self._by_table(given, sorted(again), self._shards.all())
             except Exception as error:  # noqa: BLE001 - raised below, with the ids of the others
-                failed[refused[0]] = error
+                failed.update(dict.fromkeys(refused, error))
                 break
         if not failed:
             return [ids[place] for place in range(len(given))]

@@ -395,6 +395,26 @@ def test_a_sender_with_the_old_set_puts_no_message_in_order_on_the_former_shard_
     } == {"shard-1": [b"0"], "shard-2": [], "shard-3": [b"1"]}
 
 
+def test_the_error_of_messages_that_were_partly_sent_names_each_shard_that_refused_its_messages(
+    databases: Databases, opened: Open, addition: Adding
+) -> None:
+    dsns, before = databases(4), [*BEFORE, "shard-3"]
+    jobs = Queue(opened(*dsns[:3]), "jobs", ordered=True)
+    moving = {
+        shard_of_key(key, before): key
+        for key in map(str, range(200))
+        if shard_of_key(key, [*before, "shard-4"]) == "shard-4"
+    }
+    staying = next(key for key in KEYS if shard_of_key(key, [*before, "shard-4"]) == "shard-3")
+    messages = [NewMessage(b"1", key=key) for key in (moving["shard-1"], moving["shard-2"], staying)]
+    jobs.send_all(messages)
+    addition(dsns).execute()
+    with pytest.raises(PartlySentError) as caught:
+        jobs.send_all(messages)
+    assert [sent is not None for sent in caught.value.ids] == [False, False, True]
+    assert caught.value.failed.keys() == {"shard-1", "shard-2"}
+
+
 def test_a_message_in_order_whose_key_moves_waits_for_its_shard(
     dsns: list[str], opened: Open, addition: Adding
 ) -> None:
