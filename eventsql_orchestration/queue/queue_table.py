@@ -181,17 +181,19 @@ class QueueTable:
                     f"at most {ORDERED_KEY_BYTES} bytes; nothing was sent"
                 ) from error
             if isinstance(cause := error.__cause__, psycopg.errors.ObjectNotInPrerequisiteState):
-                found = cause.diag.message_primary
-                if cause.diag.constraint_name == "active_shard":
+                found, refusal = cause.diag.message_primary, cause.diag.constraint_name
+                if refusal == "active_shard":
                     raise ShardPendingError(
                         f"{found}, because its addition is not finished: finish it with `eventsql shard add … "
                         "--execute`",
                         shard=self.shard or "",
                     ) from error
-                raise WrongShardError(
-                    f"{found}: send the message through a platform on all shards, or on a connection to the shard of "
-                    "the key (platform.shard_of(key))"
-                ) from error
+                # A trigger of a user may raise an error of this kind, too.
+                if refusal == "key_of_shard":
+                    raise WrongShardError(
+                        f"{found}: send the message through a platform on all shards, or on a connection to the shard "
+                        "of the key (platform.shard_of(key))"
+                    ) from error
             raise
         if not ids:
             raise self._gone()

@@ -18,6 +18,7 @@ from psycopg.rows import dict_row
 
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.errors import (
+    DatabaseError,
     DatabaseUnavailableError,
     InvalidNameError,
     MessageNotFoundError,
@@ -343,6 +344,18 @@ def test_nothing_is_sent_to_a_queue_that_is_gone_and_was_made_anew(database: Dat
             queue.send_all([sent], connection=connection)
     with database.connection() as connection:
         assert connection.execute("SELECT count(*) FROM eventsql.queue_message").fetchone() == (0,)
+
+
+def test_the_error_of_a_users_trigger_is_not_taken_for_a_refusal_of_the_shard(database: Database, queue: Queue) -> None:
+    queue.definition()
+    with database.connection() as connection:
+        connection.execute(
+            "CREATE FUNCTION public.refuse() RETURNS trigger LANGUAGE plpgsql AS "
+            "$$ BEGIN RAISE object_not_in_prerequisite_state; END $$; "
+            "CREATE TRIGGER refuse BEFORE INSERT ON eventsql.queue_message EXECUTE FUNCTION public.refuse()"
+        )
+    with pytest.raises(DatabaseError):
+        queue.send(b"1")
 
 
 def test_a_plain_message_is_not_sent_to_a_queue_that_keeps_an_order_by_now(database: Database, queue: Queue) -> None:
