@@ -220,7 +220,7 @@ class ShardSetError(ShardError, ConfigurationError):
 
 
 class WrongShardError(RegistryError, ShardError):
-    """An event of this key belongs to the shard `shard`; nothing was published."""
+    """The key belongs to another shard; nothing was published or sent. For an event, `shard` is its name."""
 
 
 class ShardPendingError(WrongShardError):
