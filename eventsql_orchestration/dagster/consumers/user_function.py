@@ -46,8 +46,8 @@ class UserFunction:
         for parameter, kind in ((each.name, each.kind) for each in parameters.values()):
             if kind not in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY):
                 raise dg.DagsterInvalidDefinitionError(
-                    f"{name}() is called with names, and its parameter {parameter} takes none by its name: leave out "
-                    "`/`, `*` and `**`"
+                    f"{name}() gets its arguments by name, and its parameter {parameter} cannot be given by name: "
+                    "leave out `/`, `*` and `**`"
                 )
         for parameter in required:
             if parameter not in parameters:
