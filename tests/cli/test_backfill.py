@@ -405,7 +405,8 @@ def test_a_range_is_taken_over_on_request(run: Run, ledger: Ledger) -> None:
 
 def test_a_take_over_that_is_refused_leaves_no_new_backfill_and_keeps_a_resumed_one(run: Run, ledger: Ledger) -> None:
     ledger.publish(4)
-    assert isinstance(ledger.platform.claims.claim("orders", "fragile", owner="somebody", max_wait=0.0), Claim)
+    claim = ledger.platform.claims.claim("orders", "fragile", owner="somebody", max_wait=0.0, lease=3_600.0)
+    assert isinstance(claim, Claim)
     backfills = Backfills(ledger.platform.shards)
     command = ("backfill", "orders", "fragile", "--take-over", "--execute", *MODULE)
     new = run(*command, "--from", "earliest")

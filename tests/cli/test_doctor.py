@@ -573,7 +573,8 @@ def test_missing_tables_are_a_problem_that_migrate_mends(invoke: Run, fresh: str
     command, _, otherwise = schema["remedy"].partition("; ")
     assert (command, "restore a backup" in otherwise) == ("eventsql migrate", True)
     # The first command on an embedded server creates its tables.
-    assert schema_finding(Database(fresh), embedded=True).status is Status.OK
+    with Database(fresh) as database:
+        assert schema_finding(database, embedded=True).status is Status.OK
     invoke("--dsn", fresh, "migrate")
     assert invoke("--dsn", fresh, "doctor").exit_code == 0
 

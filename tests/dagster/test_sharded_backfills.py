@@ -223,7 +223,8 @@ def test_the_command_plans_for_all_shards_or_for_the_named_one(
 def test_a_take_over_that_a_later_shard_refuses_keeps_the_backfill_and_names_the_command_that_replays_the_rest(
     run: Callable[..., Result], shards: dict[str, Workbench], backfills: Backfills
 ) -> None:
-    assert isinstance(shards[OTHER].platform.claims.claim("orders", "ledger", 0, owner="somebody", max_wait=0.0), Claim)
+    claims = shards[OTHER].platform.claims
+    assert isinstance(claims.claim("orders", "ledger", 0, owner="somebody", max_wait=0.0, lease=3_600.0), Claim)
     refused = run(
         "backfill", "orders", "ledger", "--from", "earliest", "--id", "may", "--take-over", "--execute", "-m",
         "tests.dagster.backfill_location",
