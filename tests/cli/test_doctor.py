@@ -20,7 +20,7 @@ from sqlalchemy import make_url
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.cli.doctor_consumers import idle_findings
-from eventsql_orchestration.cli.doctor_database import schema_finding, transaction_findings
+from eventsql_orchestration.cli.doctor_database import schema_finding, server_finding, transaction_findings
 from eventsql_orchestration.cli.findings import Status
 from eventsql_orchestration.consumer import ConsumerState
 from eventsql_orchestration.consuming.deliveries import Deliveries
@@ -76,6 +76,15 @@ def test_a_package_that_was_rolled_back_works_with_the_newer_schema_and_leaves_i
     assert code == 0
     assert [finding["status"] for finding in findings["schema"]] == ["warning"]
     assert "transfer" in findings
+
+
+def test_a_server_that_is_older_than_the_oldest_supported_one_is_a_problem(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(psycopg.ConnectionInfo, "server_version", 130_022)
+    finding = server_finding(platform.database)
+    assert (finding.status, finding.message) == (Status.PROBLEM, "PostgreSQL 13.22")
+    assert finding.remedy == "upgrade it to 14 or newer"
 
 
 def test_a_schema_that_is_older_than_the_package_is_a_problem_that_migrate_mends(run: Run, platform: EventSQL) -> None:
