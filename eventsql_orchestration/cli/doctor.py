@@ -7,6 +7,7 @@ import errno
 import importlib.util
 import os
 import shlex
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -222,9 +223,15 @@ def _database(context: CliContext, shard: Shard, stalled_after: float) -> Iterat
 
 
 def _transfer(shard: Shard, stalled_after: float) -> Iterator[Finding]:
-    waiting = shard.buffered()
-    oldest = {topic: shard.longest_buffered(topic) for topic in sorted(waiting)}
-    stalled = [topic for topic, seconds in oldest.items() if seconds > stalled_after]
+    topics = [topic.name for topic in shard.registry.topics()]
+    rows = query_all(shard.database, Queries("log", shard.database.schema)("buffered"), {"topics": topics})
+    waiting: Counter[str] = Counter()
+    oldest: dict[str, float] = {}
+    for topic, _partition, events, seconds in rows:
+        waiting[topic] += events
+        oldest[topic] = max(oldest.get(topic, 0.0), seconds)
+
+    stalled = sorted(topic for topic in waiting if oldest[topic] > stalled_after)
     for topic in stalled:
         yield problem(
             "transfer",
@@ -233,8 +240,7 @@ def _transfer(shard: Shard, stalled_after: float) -> Iterator[Finding]:
             "run eventsql transfer, or Dagster's daemon with the schedule of the transfer; its log names a fault",
         )
     if not stalled:
-        events = counted(sum(waiting.values()), "event")
-        yield ok("transfer", f"{events} in the buffer, none older than {stalled_after:g} s")
+        yield ok("transfer", f"{counted(waiting.total(), 'event')} in the buffer, none older than {stalled_after:g} s")
 
 
 def _sequences(shard: Shard) -> Iterator[Finding]:
