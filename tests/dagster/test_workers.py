@@ -41,7 +41,7 @@ from eventsql_orchestration.queue import Message, NewMessage, Queue, QueueOption
 from tests.dagster.conftest import ONE, Metadata, Workbench, sql
 from tests.effects import FullDiskError, PanicException
 from tests.fixtures import Until
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE, wait_until
 
 LIMITS = WorkLimits(max_wait=0.0, drain_idle=0.0, batch=5)
 STATUS = dg.DagsterRunStatus
@@ -223,7 +223,8 @@ def test_a_run_ends_if_every_message_of_a_large_batch_fails_and_runs_that_fail_a
     def fail(messages: Sequence[Message], connection: Connection) -> None:
         raise ValueError("no service")
 
-    definition = worker(fail, limits=replace(LIMITS, batch=10), backoff=lambda _: 0.0)
+    ticks = TickOptions(first_backoff=PATIENCE, max_backoff=PATIENCE)
+    definition = worker(fail, limits=replace(LIMITS, batch=10), ticks=ticks, backoff=lambda _: 0.0)
     for _ in range(2):
         (request,) = work.tick(definition)
         assert not work.run(definition, request).success
