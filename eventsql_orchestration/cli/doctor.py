@@ -29,6 +29,7 @@ from eventsql_orchestration.cli.doctor_consumers import (
 from eventsql_orchestration.cli.doctor_database import (
     collation_findings,
     rights_findings,
+    row_security_findings,
     schema_finding,
     server_finding,
     servers_finding,
@@ -213,6 +214,7 @@ def _database(context: CliContext, shard: Shard, stalled_after: float) -> Iterat
     if schema.status is not Status.PROBLEM and database.revision() is not None:
         yield from rights_findings(database)
         yield from unlogged_findings(database)
+        yield from row_security_findings(database)
         yield from _transfer(shard, stalled_after)
         for check in _CHECKS:
             yield from check(shard)

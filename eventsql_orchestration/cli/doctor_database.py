@@ -10,7 +10,7 @@ import psycopg
 from psycopg import sql
 
 from eventsql_orchestration.cli.findings import Finding, ok, problem, warning
-from eventsql_orchestration.database import Database, Queries, migrations
+from eventsql_orchestration.database import Database, Queries, grants, migrations
 from eventsql_orchestration.database.queries import statement
 from eventsql_orchestration.database.roles import Roles
 from eventsql_orchestration.database.rows import fetch_all, fetch_one
@@ -155,6 +155,20 @@ def unlogged_findings(database: Database) -> Iterator[Finding]:
             "schema",
             f"a crash of the server or a failover empties the tables that are unlogged: {', '.join(tables)}",
             "; ".join(f"ALTER TABLE {table} SET LOGGED" for table in tables),
+        )
+
+
+def row_security_findings(database: Database) -> Iterator[Finding]:
+    query = Queries("sessions", database.schema)("row_security")
+    with database.pooled() as connection:
+        rows = fetch_all(connection, query, {"schema": database.schema, "tables": list(grants.BY_TOPIC)})
+    if rows:
+        remedies = [f"ALTER TABLE {table} {'NO FORCE' if own else 'DISABLE'} ROW LEVEL SECURITY" for table, own in rows]
+        yield problem(
+            "schema",
+            "row security hides events, messages or definitions from the programs of roles that it binds, which get no "
+            f"error: {', '.join(table for table, _ in rows)}",
+            "; ".join(remedies),
         )
 
 

@@ -11,6 +11,7 @@ from typing import Final
 
 from eventsql_orchestration.database import Database, Queries
 from eventsql_orchestration.database.rows import fetch_all, query_all
+from eventsql_orchestration.errors import PermissionDeniedError
 from eventsql_orchestration.storage import segment_drops
 from eventsql_orchestration.topics.catalog import lock_registry
 from eventsql_orchestration.topics.side_consumers import MARK
@@ -63,7 +64,12 @@ class Leftovers:
         return [Leftover(table, *row) for table, found in rows for row in found]
 
     def clear(self) -> int:
-        """Delete the leftover rows, a batch at a time; returns their number."""
+        """Delete the leftover rows, a batch at a time; returns their number.
+
+        Raises `PermissionDeniedError` if row security binds this role: rows of hidden topics would count as leftovers.
+        """
+        if query_all(self._database, self._queries("bound")) != [(False,)]:
+            raise PermissionDeniedError("row security may hide topics and consumers from this role")
         return sum(map(self._delete, self.find())) + self._clear_layouts()
 
     def _clear_layouts(self) -> int:

@@ -25,6 +25,7 @@ from eventsql_orchestration.cli.findings import Status
 from eventsql_orchestration.consumer import ConsumerState
 from eventsql_orchestration.consuming.deliveries import Deliveries
 from eventsql_orchestration.database import Database, migrations
+from eventsql_orchestration.database.roles import Roles
 from eventsql_orchestration.database.translation import MORE_CONNECTIONS
 from eventsql_orchestration.errors import DatabaseFullError, DatabaseUnavailableError, MissingExtraError
 from eventsql_orchestration.spark.java import JavaRuntime, find_java
@@ -411,6 +412,25 @@ def test_tables_that_a_crash_would_empty_are_a_problem_that_the_remedy_mends(run
         assert (code, "eventsql.event_buffer" in finding["message"]) == (1, True)
         connection.execute(finding["remedy"])
     assert diagnose(run)[0] == 0
+
+
+def test_row_security_that_hides_rows_is_a_problem_that_the_remedy_mends(
+    run: Run, consumer: str, platform: EventSQL
+) -> None:
+    roles = Roles(platform.database)
+    roles.create(prefix=f"guarded_{uuid.uuid4().hex[:8]}", topics=[TOPIC])
+    with platform.database.connection() as connection:
+        try:
+            assert diagnose(run)[0] == 0
+            connection.execute("ALTER TABLE eventsql.event_buffer ENABLE ROW LEVEL SECURITY")
+            connection.execute("ALTER TABLE eventsql.consumer FORCE ROW LEVEL SECURITY")
+            code, findings = diagnose(run)
+            (finding,) = [each for each in findings["schema"] if each["status"] == "problem"]
+            assert (code, "eventsql.consumer, eventsql.event_buffer" in finding["message"]) == (1, True)
+            connection.execute(finding["remedy"])
+            assert diagnose(run)[0] == 0
+        finally:
+            roles.drop()
 
 
 def test_a_table_whose_changes_are_not_captured_any_more_is_a_problem(

@@ -144,6 +144,16 @@ def test_a_transfer_leaves_leftovers_to_the_admin_without_a_warning(
     assert Leftovers(owner.database).find() == []
 
 
+def test_rows_of_topics_that_row_security_hides_are_no_leftovers(owner: EventSQL, as_: As) -> None:
+    owner.publisher.publish_all(_orders(2))
+    with owner.database.connection() as connection:
+        connection.execute("ALTER TABLE eventsql.topic ENABLE ROW LEVEL SECURITY, FORCE ROW LEVEL SECURITY")
+        assert as_("admin").retention.run_once() == []
+        connection.execute("ALTER TABLE eventsql.topic DISABLE ROW LEVEL SECURITY, NO FORCE ROW LEVEL SECURITY")
+    assert {each.consumer for each in owner.lag("orders")} == {"mailer"}
+    assert owner.transfer.run_once() == {"orders": 2}
+
+
 def test_a_role_of_publishing_and_transfer_takes_the_straight_path(owner: EventSQL, as_: As) -> None:
     platform = as_("publisher", "transfer")
     platform.publisher.publish_all(_orders(200))

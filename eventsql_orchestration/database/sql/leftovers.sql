@@ -9,6 +9,9 @@ SELECT topic FROM named
 WHERE topic IS NOT NULL AND NOT EXISTS (SELECT FROM {schema}.topic WHERE eql_name = topic)
 ORDER BY topic;
 
+-- bound -- Whether row security binds this role in the tables of topics and consumers.
+SELECT row_security_active('{schema}.topic') OR row_security_active('{schema}.consumer');
+
 -- consumers -- The consumers that claims name and that do not exist, found in the same way.
 WITH RECURSIVE named (topic, consumer) AS (
     (SELECT eql_topic, eql_consumer FROM {schema}.consumer_claim ORDER BY eql_topic, eql_consumer LIMIT 1)

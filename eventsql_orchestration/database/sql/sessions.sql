@@ -61,6 +61,18 @@ FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
 WHERE n.nspname = %(schema)s AND c.relkind = 'r' AND c.relpersistence = 'u'
 ORDER BY EXISTS (SELECT FROM pg_constraint k WHERE k.conrelid = c.oid AND k.contype = 'f'), c.relname;
 
+-- row_security -- The tables of a schema whose row security may hide rows from the platform, and whether it is the
+-- platform's own, which somebody has forced on the owner. A view's table may have row security.
+SELECT format('%%I.%%I', n.nspname, c.relname), own.policies
+FROM pg_class c
+JOIN pg_namespace n ON n.oid = c.relnamespace
+CROSS JOIN LATERAL (
+    SELECT c.relname = ANY (%(tables)s) AND EXISTS (SELECT FROM pg_policy p WHERE p.polrelid = c.oid) AS policies
+) own
+WHERE n.nspname = %(schema)s AND c.relkind::text = ANY (ARRAY['r', 'p']) AND c.relname !~ '^view_'
+  AND c.relrowsecurity AND (c.relforcerowsecurity OR NOT own.policies)
+ORDER BY c.relname;
+
 -- revision -- The revision of a schema.
 SELECT version_num FROM {schema}.schema_version;
 
