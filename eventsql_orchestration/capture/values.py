@@ -118,8 +118,8 @@ def known_as(table: Table, key: Columns, columns: Columns | None) -> dict[str, o
 def as_capture(  # noqa: PLR0917 - the columns of a row
     number: int, table: str, topic: str, key: Sequence[str], columns: Sequence[str] | None, snapshot: SnapshotState,
     rows: int, created_at: datetime, exists: bool, missing: Sequence[str], outdated: bool, triggers: int,
-    inherits: bool, unlogged: bool | None, added_again: Sequence[str], runs_as: str, readable: bool,
-    outsider: str | None, hidden: bool | None, replaced_by: str | None,
+    inherits: bool, unlogged: bool | None, subscribed: bool, keyless: bool, added_again: Sequence[str], runs_as: str,
+    readable: bool, outsider: str | None, hidden: bool | None, replaced_by: str | None,
 ) -> Capture:  # fmt: skip
     problem = grants = None
     if not exists:
@@ -132,6 +132,10 @@ def as_capture(  # noqa: PLR0917 - the columns of a row
         problem = "it is a partition or has inheritance now: writes through another table are not captured"
     elif unlogged:
         problem = "it is unlogged now, and a crash empties it without a change"
+    elif subscribed:
+        problem = "a subscription writes to it: changes of logical replication are not captured"
+    elif keyless:
+        problem = "it has lost its unique key, and writes to it fail"
     elif not readable:
         grants = grants_to_read(table, runs_as)
         problem = f"role {runs_as} may not read it, and writes to it fail: {grants}"

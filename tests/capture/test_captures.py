@@ -503,8 +503,10 @@ def test_a_disabled_trigger_is_a_problem(orders: EventSQL, session: Connection) 
         "CREATE TABLE every (LIKE orders) PARTITION BY RANGE (id); ALTER TABLE every ATTACH PARTITION orders DEFAULT",
         "CREATE TABLE old_orders () INHERITS (orders)",
         "ALTER TABLE orders SET UNLOGGED",
+        "ALTER TABLE orders DROP CONSTRAINT orders_pkey",
+        "ALTER TABLE orders DROP COLUMN id",
     ],
-    ids=["partition", "inheritance", "unlogged"],
+    ids=["partition", "inheritance", "unlogged", "key", "column of the key"],
 )
 def test_a_table_that_changes_to_a_kind_that_cannot_be_captured_is_a_problem(
     orders: EventSQL, session: Connection, change: str
@@ -512,6 +514,23 @@ def test_a_table_that_changes_to_a_kind_that_cannot_be_captured_is_a_problem(
     assert orders.captures.list()[0].problem is None
     session.execute(change.encode())
     assert orders.captures.list()[0].problem is not None
+
+
+def test_a_table_to_which_a_subscription_writes_is_a_problem(orders: EventSQL, session: Connection) -> None:
+    session.execute("CREATE SUBSCRIPTION copies CONNECTION '' PUBLICATION all_orders WITH (connect = false)")
+    try:
+        # The subscription would note its tables with the publisher's answer.
+        session.execute(
+            "INSERT INTO pg_subscription_rel (srsubid, srrelid, srsubstate) "
+            "SELECT oid, 'orders'::regclass, 'r' FROM pg_subscription WHERE subname = 'copies'"
+        )
+        (broken,) = orders.captures.list()
+        assert broken.problem is not None
+        assert "logical replication" in broken.problem
+    finally:
+        session.execute("ALTER SUBSCRIPTION copies SET (slot_name = NONE)")
+        session.execute("DROP SUBSCRIPTION copies")
+    assert orders.captures.list()[0].problem is None
 
 
 def test_row_security_that_binds_the_triggers_role_is_a_problem(orders: EventSQL, session: Connection) -> None:

@@ -167,9 +167,10 @@ ARRAY(
 -- list -- The captures: id, table as in SQL, topic, key and columns as they are called now, state of the snapshot, its rows, time
 -- of creation, whether the table exists, the columns that a restored table lacks, whether the table is a restored one or has
 -- renamed or dropped columns, how many of its four triggers would run, whether the table is a partition or has inheritance,
--- whether a crash empties it, the columns that were dropped and added again, the role as which its triggers run, whether
--- that role may read it, its owner if the owner is not a member of that role, whether row security binds that role, and
--- its noted name if another table has that name and is not captured to the topic.
+-- whether a crash empties it, whether a subscription writes to it, whether it lacks its unique key, the columns that were
+-- dropped and added again, the role as which its triggers run, whether that role may read it, its owner if the owner is
+-- not a member of that role, whether row security binds that role, and its noted name if another table has that name and
+-- is not captured to the topic.
 {triggers}
 SELECT captured.eql_id, coalesce(quote_ident(c.nspname) || '.' || quote_ident(c.relname), captured.eql_table), captured.eql_topic,
        now.key, now.columns, captured.eql_snapshot, captured.eql_snapshot_rows,
@@ -187,7 +188,16 @@ SELECT captured.eql_id, coalesce(quote_ident(c.nspname) || '.' || quote_ident(c.
            WHERE g.tgrelid = c.oid AND g.arguments[1] = captured.eql_id::text AND g.tgenabled::text = ANY (ARRAY['O', 'A'])
        ),
        EXISTS (SELECT FROM pg_inherits i WHERE i.inhrelid = c.oid OR i.inhparent = c.oid),
-       c.relpersistence::text = 'u', ARRAY(
+       c.relpersistence::text = 'u', EXISTS (SELECT FROM pg_subscription_rel s WHERE s.srrelid = c.oid), NOT EXISTS (
+           SELECT FROM pg_index i
+           WHERE i.indrelid = c.oid AND i.indisunique AND i.indimmediate AND i.indisvalid
+             AND i.indpred IS NULL AND i.indexprs IS NULL AND i.indnkeyatts = cardinality(captured.eql_key_names)
+             AND NOT EXISTS (
+                 SELECT FROM pg_attribute a
+                 WHERE a.attrelid = c.oid AND a.attnum = ANY ((i.indkey::smallint[])[0:i.indnkeyatts - 1])
+                   AND NOT (a.attnotnull AND a.attname = ANY (now.key))
+             )
+       ), ARRAY(
            SELECT again.attname::text
            FROM unnest(captured.eql_column_names, captured.eql_column_numbers) WITH ORDINALITY AS known (name, number, place)
            JOIN pg_attribute gone ON gone.attrelid = c.oid AND gone.attnum = known.number AND gone.attisdropped
