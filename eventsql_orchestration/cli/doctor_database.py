@@ -21,13 +21,16 @@ from eventsql_orchestration.errors import PermissionDeniedError
 from eventsql_orchestration.validation import age, counted
 
 _OLDEST_SERVER: Final = 14
-"""The oldest PostgreSQL that still gets fixes."""
+"""The oldest PostgreSQL that the package works with."""
 
 _COLLATION_VERSIONS_SINCE: Final = 15_00_00
 """The first PostgreSQL that keeps the version of a database's collation."""
 
 _CONNECT_SECONDS: Final = 3
 """The longest wait for a server of the URL that does not answer. A standby may be down."""
+
+_BY_TENANT: Final = ("aggregate", "aggregate_change", "archived_change", "adopted_change", "aggregate_snapshot")
+"""The tables of the event store, whose row security may keep the roles of tenants apart."""
 
 FORGOTTEN_SECONDS: Final = 60.0
 """Somebody may have forgotten a transaction that has been open for longer."""
@@ -161,7 +164,8 @@ def unlogged_findings(database: Database) -> Iterator[Finding]:
 def row_security_findings(database: Database) -> Iterator[Finding]:
     query = Queries("sessions", database.schema)("row_security")
     with database.pooled() as connection:
-        rows = fetch_all(connection, query, {"schema": database.schema, "tables": list(grants.BY_TOPIC)})
+        tables = [*grants.BY_TOPIC, *_BY_TENANT]
+        rows = fetch_all(connection, query, {"schema": database.schema, "tables": tables})
     if rows:
         remedies = [f"ALTER TABLE {table} {'NO FORCE' if own else 'DISABLE'} ROW LEVEL SECURITY" for table, own in rows]
         yield problem(

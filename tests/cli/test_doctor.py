@@ -421,6 +421,10 @@ def test_row_security_that_hides_rows_is_a_problem_that_the_remedy_mends(
     roles.create(prefix=f"guarded_{uuid.uuid4().hex[:8]}", topics=[TOPIC])
     with platform.database.connection() as connection:
         try:
+            connection.execute(
+                "ALTER TABLE eventsql.aggregate ENABLE ROW LEVEL SECURITY; "
+                "CREATE POLICY acme ON eventsql.aggregate USING (starts_with(eql_id, 'acme/'))"
+            )
             assert diagnose(run)[0] == 0
             connection.execute("ALTER TABLE eventsql.event_buffer ENABLE ROW LEVEL SECURITY")
             connection.execute("ALTER TABLE eventsql.consumer FORCE ROW LEVEL SECURITY")

@@ -61,8 +61,8 @@ FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
 WHERE n.nspname = %(schema)s AND c.relkind = 'r' AND c.relpersistence = 'u'
 ORDER BY EXISTS (SELECT FROM pg_constraint k WHERE k.conrelid = c.oid AND k.contype = 'f'), c.relname;
 
--- row_security -- The tables of a schema whose row security may hide rows from the platform, and whether it is the
--- platform's own, which somebody has forced on the owner. A view's table may have row security.
+-- row_security -- The tables of a schema whose row security may hide rows from the platform, and whether only the owner is
+-- to be freed of it: the given tables may have policies for other roles. A view's table may have row security.
 SELECT format('%%I.%%I', n.nspname, c.relname), own.policies
 FROM pg_class c
 JOIN pg_namespace n ON n.oid = c.relnamespace
