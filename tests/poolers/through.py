@@ -51,6 +51,7 @@ LEFT_OUT: Final[dict[str, str]] = {
     "tests/publishing/test_outbox.py::test_a_transfer_looks_again_and_again": _NOTIFIED,
     "tests/queue/test_features.py::test_a_receiver_hears_of_a_message": _NOTIFIED,
     "tests/queue/test_features.py::test_archived_messages_are_kept": _SESSION,
+    "tests/queue/test_features.py::test_messages_of_the_first_and_the_last_day": _SESSION,
     "tests/store/test_subscription.py::test_a_running_subscription_is_woken": _NOTIFIED,
     "tests/publishing/test_transfer.py::test_the_mark_": _MARKED,
     "tests/publishing/test_transfer.py::test_a_look_sends_no_marks": _MARKED,
