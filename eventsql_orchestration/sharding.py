@@ -92,10 +92,10 @@ class ShardSet:
             )
 
 
-def pending(shard: str) -> ShardPendingError:
-    """The error for a shard that takes no events yet."""
+def pending(shard: str, refusal: str | None = None) -> ShardPendingError:
+    """The error for a shard that takes no events yet, or for its server's `refusal`."""
     return ShardPendingError(
-        f"shard {shard!r} takes no events yet, because its addition is not finished: finish it with "
+        f"{refusal or f'shard {shard!r} takes no events yet'}, because its addition is not finished: finish it with "
         "`eventsql shard add … --execute`",
         shard=shard,
     )

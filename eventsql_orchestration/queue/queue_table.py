@@ -24,7 +24,6 @@ from eventsql_orchestration.errors import (
     MessageNotFoundError,
     QueueNotFoundError,
     RedefinitionError,
-    ShardPendingError,
     ValidationError,
     WrongShardError,
 )
@@ -32,6 +31,7 @@ from eventsql_orchestration.queue.arrays import adapt_arrays, bigint_array, deco
 from eventsql_orchestration.queue.options import QueueOptions
 from eventsql_orchestration.queue.rows import columns_of, held, received
 from eventsql_orchestration.queue.values import Message, NewMessage, QueueDefinition
+from eventsql_orchestration.sharding import pending
 from eventsql_orchestration.threads import after_commit
 
 QUEUE: Final = "queue"
@@ -183,11 +183,7 @@ class QueueTable:
             if isinstance(cause := error.__cause__, psycopg.errors.ObjectNotInPrerequisiteState):
                 found, refusal = cause.diag.message_primary, cause.diag.constraint_name
                 if refusal == "active_shard":
-                    raise ShardPendingError(
-                        f"{found}, because its addition is not finished: finish it with `eventsql shard add … "
-                        "--execute`",
-                        shard=self.shard or "",
-                    ) from error
+                    raise pending(self.shard or "", found) from error
                 # A trigger of a user may raise an error of this kind, too.
                 if refusal == "key_of_shard":
                     raise WrongShardError(
