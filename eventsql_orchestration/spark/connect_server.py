@@ -18,7 +18,7 @@ HOST: Final = "localhost"
 AUTHENTICATION: Final = "SPARK_CONNECT_AUTHENTICATE_TOKEN"
 """Names the environment variable in which server and clients have the token of the server."""
 
-_CLASS: Final = "org.apache.spark.sql.connect.service.SparkConnectServer"
+_PROGRAM: Final = "eventsql_orchestration.spark.connect_main"
 
 _OF_CLIENTS: Final = ("SPARK_REMOTE", SPARK_CONFIG_VARIABLE)
 
@@ -77,26 +77,25 @@ class ConnectServer:
 
     @property
     def client_environment(self) -> dict[str, str]:
-        """The variable of the clients' environment that has the token."""
-        return {AUTHENTICATION: self._token}
+        """The variables of the clients' environment: they have the token, and end a session with its process."""
+        return {AUTHENTICATION: self._token, "SPARK_CONNECT_RELEASE_SESSION_ON_EXIT": "true"}
 
     def start(self, *, pass_fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:
         """Start the server in a session of its own. Clients wait for it by themselves."""
         import pyspark  # noqa: PLC0415 - an optional package
 
-        home = Path(pyspark.__file__).parent
         environment = {
             **{name: value for name, value in self._environment.items() if name not in _OF_CLIENTS},
             **self.client_environment,
-            "SPARK_HOME": str(home),
+            "SPARK_HOME": str(Path(pyspark.__file__).parent),
             "PYSPARK_PYTHON": self._environment.get("PYSPARK_PYTHON", sys.executable),
             # By default, it announces this machine's address.
             "SPARK_LOCAL_IP": "127.0.0.1",
         }
-        confs = [word for name, value in self._settings.items() for word in ("--conf", f"{name}={value}")]
+        settings = (f"{name}={value}" for name, value in self._settings.items())
         with self.log.open("ab") as log:
             return subprocess.Popen(
-                [str(home / "bin" / "spark-submit"), "--class", _CLASS, *confs, "spark-internal"],
+                [sys.executable, "-m", _PROGRAM, *settings],
                 cwd=self._directory, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 start_new_session=True, pass_fds=tuple(pass_fds),
             )  # fmt: skip

@@ -89,8 +89,9 @@ def test_a_warm_spark_that_dies_is_started_again_and_ends_with_the_command(
     ensure_java(tmp_path)
 
     def serving() -> list[psutil.Process]:
-        """The servers whose clients can connect."""
-        alive = [each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]
+        """The Javas of servers whose clients can connect."""
+        found = psutil.Process().children(recursive=True)
+        alive = [each for each in found if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
         children = [each for each in alive if str(tmp_path) in " ".join(each.cmdline())]
         return [each for each in children if any(port.laddr.port == wanted for port in each.net_connections())]
 
@@ -103,8 +104,12 @@ def test_a_warm_spark_that_dies_is_started_again_and_ends_with_the_command(
         assert serving() == [first]
         first.kill()
         first.wait(60)
-        keep()
-        wait_until(serving, "Spark answers again")
+
+        def serving_again() -> list[psutil.Process]:
+            keep()
+            return serving()
+
+        wait_until(serving_again, "Spark answers again")
         (second,) = serving()
         addresses = {port.laddr.ip for port in second.net_connections() if port.status == psutil.CONN_LISTEN}
         assert addresses <= {"127.0.0.1", "::ffff:127.0.0.1"}

@@ -1,9 +1,11 @@
-"""A Spark Connect server of this machine, in a process of its own."""
+"""Spark's own program for a Spark Connect server, as a team's server runs it, without a Python driver."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,10 +16,13 @@ import pyspark
 import pytest
 
 from eventsql_orchestration.orchestration.local_processes import free_port
-from eventsql_orchestration.spark.connect_server import AUTHENTICATION, ConnectServer
+from eventsql_orchestration.spark import spark_config
+from eventsql_orchestration.spark.connect_server import AUTHENTICATION, HOST
 from eventsql_orchestration.spark.java import ensure_java
 from tests.spark.processes import kill
 from tests.waiting import wait_until
+
+SERVER = "org.apache.spark.sql.connect.service.SparkConnectServer"
 
 
 def environment(home: Path) -> dict[str, str]:
@@ -41,17 +46,25 @@ def environment(home: Path) -> dict[str, str]:
 def connect_server(home: Path) -> Iterator[str]:
     """A server for the block, on loopback alone; gives its address. Its token is in the environment of clients."""
     port = free_port(0)
-    settings = {"spark.driver.memory": "768m", "spark.sql.shuffle.partitions": "1"}
-    server = ConnectServer(
-        home, port=port, ui_port=free_port(0), environment=environment(home), settings=settings
-    )  # fmt: skip
-    process = psutil.Process(server.start().pid)
+    settings = {
+        **spark_config(),
+        "spark.driver.memory": "768m",
+        "spark.sql.shuffle.partitions": "1",
+        "spark.ui.enabled": "true",
+        "spark.ui.port": str(free_port(0)),
+        "spark.connect.grpc.binding.address": "127.0.0.1",
+        "spark.connect.grpc.binding.port": str(port),
+    }
+    variables = {**environment(home), AUTHENTICATION: secrets.token_urlsafe(32)}
+    program = [str(Path(variables["SPARK_HOME"]) / "bin" / "spark-submit"), "--class", SERVER]
+    confs = [word for name, value in settings.items() for word in ("--conf", f"{name}={value}")]
+    started = subprocess.Popen([*program, *confs, "spark-internal"], cwd=home, env=variables, stdin=subprocess.DEVNULL)
+    process = psutil.Process(started.pid)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            for name, value in server.client_environment.items():
-                patch.setenv(name, value)
+            patch.setenv(AUTHENTICATION, variables[AUTHENTICATION])
             wait_until(lambda: _answers(process, port), "the Connect server answers")
-            yield server.remote
+            yield f"sc://{HOST}:{port}"
     finally:
         kill(process)
 

@@ -57,7 +57,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=["in a driver", pytest.param("alone", marks=pytest.mark.nightly)])
 def address(request: pytest.FixtureRequest, home: Path) -> Iterator[str]:
-    """A server in the process of the tests' session, and one without a Python driver."""
+    """A server in the process of the tests' session, and Spark's own program, without a Python driver."""
     if request.param == "alone":
         with connect_server(home) as address:
             yield address

@@ -1,0 +1,105 @@
+"""A Spark Connect server for the sessions of many processes: nothing of a session outlives its process."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import psutil
+import pytest
+
+from eventsql_orchestration.orchestration.local_processes import free_port
+from eventsql_orchestration.spark.connect_server import ConnectServer
+from tests.spark.connect import environment
+from tests.spark.processes import kill
+from tests.waiting import wait_until
+
+CLIENT: Final = """
+import sys
+from pyspark.sql import SparkSession
+from pyspark.sql.functions import udf
+
+spark = SparkSession.builder.remote(sys.argv[1]).getOrCreate()
+spark.addArtifacts(sys.argv[2], pyfile=True)
+spark.range(1).createOrReplaceTempView("mine")
+
+@udf("long")
+def answer(number):
+    import answers
+    return answers.ANSWER
+
+print(spark.range(1).select(answer("id")).first()[0])
+"""
+"""A program that uses a module of its own in Spark's Python, and does not end its session."""
+
+
+class Server:
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._port, self._ui_port = free_port(0), free_port(0)
+        self._server = ConnectServer(
+            directory, port=self._port, ui_port=self._ui_port, environment=environment(directory),
+            settings={"spark.driver.memory": "768m"},
+        )  # fmt: skip
+        self.process = psutil.Process(self._server.start().pid)
+
+    def listens(self) -> bool:
+        assert self.process.is_running(), self._server.log.read_text()
+        with suppress(OSError), socket.create_connection(("127.0.0.1", self._port), timeout=1):
+            return True
+        return False
+
+    def answer_of_client(self, number: int) -> int:
+        """The answer of a client whose module has this number."""
+        module = self._directory / "answers.py"
+        module.write_text(f"ANSWER = {number}\n")
+        ran = subprocess.run(
+            [sys.executable, "-c", CLIENT, self._server.remote, str(module)],
+            env={**os.environ, **self._server.client_environment}, stdin=subprocess.DEVNULL, capture_output=True,
+            text=True, check=False,
+        )  # fmt: skip
+        assert ran.returncode == 0, ran.stderr[-4000:]
+        return int(ran.stdout)
+
+    def sessions(self) -> int:
+        """The number of sessions, by the server's own page."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._ui_port}/connect/") as page:
+            text = re.sub(r"<[^>]*>", " ", page.read().decode())
+        (found,) = re.findall(r"(\d+)\s*session\(s\) are online", text)
+        return int(found)
+
+    def python_processes(self) -> set[int]:
+        """The processes that start Spark's Python workers."""
+        java = self.process.children()[0]
+        return {each.pid for each in java.children() if "pyspark.daemon" in each.cmdline()}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    running = Server(tmp_path_factory.mktemp("connect_server"))
+    try:
+        wait_until(running.listens, "the Connect server listens")
+        yield running
+    finally:
+        kill(running.process)
+
+
+def test_sessions_share_python_processes_and_each_has_its_own_modules(server: Server) -> None:
+    assert server.answer_of_client(1) == 1
+    processes = server.python_processes()
+    assert processes
+    assert server.answer_of_client(2) == 2
+    assert server.python_processes() == processes
+
+
+def test_a_session_ends_with_its_process(server: Server) -> None:
+    server.answer_of_client(3)
+    assert server.sessions() == 0
