@@ -6,14 +6,14 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from eventsql_orchestration import NOT_PARTITIONED, Event, Shard
 from eventsql_orchestration.consuming.batch import BatchResult, matching
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.consuming.dead_letter_values import describe
 from eventsql_orchestration.consuming.failures import Failure
-from eventsql_orchestration.consuming.handlers import call_handler, errors_of_handler
+from eventsql_orchestration.consuming.handlers import BatchHandler, call_handler, errors_of_handler
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.translation import ended_for_time
 from eventsql_orchestration.errors import ClaimLostError, DatabaseError
@@ -31,8 +31,6 @@ STALLED_AFTER: Final = 300.0
 """Seconds after which the server ends the batch of a process that stands still or is cut off. Its transaction locks the
 partition, and TCP takes two hours by default to notice. After an `executemany` of psycopg, PostgreSQL does not end the
 batch: the last message, a Flush, disarms its timer."""
-
-BatchFunction: TypeAlias = Callable[[Sequence[Event], Connection], object]
 
 
 @contextmanager
@@ -56,7 +54,7 @@ class BatchConsumer:
     """
 
     shard: Shard
-    function: BatchFunction
+    function: BatchHandler
     batch: int
     lease: float
     tracebacks: Tracebacks
