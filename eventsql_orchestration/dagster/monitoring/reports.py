@@ -15,6 +15,7 @@ from eventsql_orchestration.dagster.monitoring.checks import IDLE_INTERVAL, Look
 from eventsql_orchestration.dagster.resources import EventSQLResource
 from eventsql_orchestration.dagster.tags import INTERNAL_RUN
 from eventsql_orchestration.errors import SchemaOutdatedError
+from eventsql_orchestration.validation import json_object
 
 Event: TypeAlias = dg.AssetObservation | dg.AssetMaterialization | dg.AssetCheckEvaluation
 
@@ -24,11 +25,7 @@ CHECKS: Final = "checks"
 
 def read_cursor(cursor: str | None) -> dict[str, Any]:
     """The state in a cursor. Empty for another text: a sensor of another kind may have had this name before."""
-    try:
-        content = json.loads(cursor or "{}")
-    except ValueError:
-        return {}
-    return content if isinstance(content, dict) else {}
+    return json_object(cursor or "{}") or {}
 
 
 def cursor_of(context: dg.SensorEvaluationContext, checks: Iterable[ReportedCheck]) -> str:
