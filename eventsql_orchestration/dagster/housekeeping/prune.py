@@ -35,14 +35,13 @@ from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.orchestration.backfills.windows import Backfill, is_recent, read_key
 from eventsql_orchestration.orchestration.owners import AIRFLOW_OWNER
 from eventsql_orchestration.orchestration.provenance import Writer
+from eventsql_orchestration.validation import MAX_BIGINT
 
 BATCH: Final = 1_000
 """Rows that one statement deletes. It takes a few milliseconds, so it holds up nobody."""
 
 PAGE: Final = 100
 """Number of runs, or of writers of publications, that are read at once."""
-
-MAX_ID: Final = 2**63 - 1
 
 NO_RUN: Final = ""
 """The run id that Dagster stores for an event without a run."""
@@ -189,7 +188,7 @@ def delete_claims(shard: Shard, *, before: datetime, batch: int = BATCH) -> int:
     deleted = 0
     with shard.database.connection() as connection:
         young = connection.execute(queries("first_since"), {"before": before}).fetchone()
-        values = {"first": MAX_ID if young is None else young[0], "before": before, "batch": batch}
+        values = {"first": MAX_BIGINT if young is None else young[0], "before": before, "batch": batch}
         while (done := connection.execute(queries("delete_before"), values).rowcount) == batch:
             deleted += done
     return deleted + done
