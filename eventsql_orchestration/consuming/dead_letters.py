@@ -41,6 +41,7 @@ from eventsql_orchestration.publishing.publisher import Publisher
 from eventsql_orchestration.sharding import ANYWHERE
 from eventsql_orchestration.storage.erasing import FAILURE, copy_events, erased_meanwhile
 from eventsql_orchestration.storage.log_queries import LogQueries
+from eventsql_orchestration.storage.reading import BATCH_BYTES
 from eventsql_orchestration.topics.layouts import layouts
 from eventsql_orchestration.topics.reader import Reader
 from eventsql_orchestration.topics.registry import Registry
@@ -51,9 +52,6 @@ __all__ = ["DeadLetter", "DeadLetterCause", "DeadLetterFactory", "DeadLetters", 
 
 BATCH: Final = 1_000
 """Maximum of letters that one transaction redrives."""
-
-BATCH_BYTES: Final = 32 * 1024 * 1024
-"""Maximum size of the values of a batch, at least one letter, so that large values fit into memory."""
 
 _UNKNOWN_SHOWN: Final = 5
 
