@@ -118,11 +118,11 @@ class _UnleasedSource:
 class Consumers:
     """Starts consumers in this process. Any number of processes may run the same consumer and share its partitions.
 
-    With a `listener`, consumers wake up at notifications of new events, and poll seldom in between.
+    Consumers wake up at the notifications of new events that `listener` receives, and poll seldom in between.
     """
 
     def __init__(
-        self, database: Database, registry: Registry, dead_letters: DeadLetters, *, listener: Listener | None = None
+        self, database: Database, registry: Registry, dead_letters: DeadLetters, *, listener: Listener
     ) -> None:
         self._database = database
         self._registry = registry

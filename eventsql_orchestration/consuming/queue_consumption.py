@@ -48,7 +48,7 @@ class QueueConsumption(Running):
     def __init__(
         self, deliveries: Deliveries, handler: QueueHandler,
         *, name: str, where: str, topic: str, partitions: Sequence[int],
-        look: Look, workers: int, lease: float, polling_delay: float, listener: Listener | None = None,
+        look: Look, workers: int, lease: float, polling_delay: float, listener: Listener,
     ) -> None:  # fmt: skip
         """`name` and `where`, the database, are for the log."""
         self._deliveries = deliveries
@@ -85,7 +85,7 @@ class QueueConsumption(Running):
         began = time.monotonic()
         self._worker = deliveries.register(owner_name())
         self._lease_until = began + lease
-        self._unsubscribe = listener.subscribe(LOG, topic, self._wake) if listener is not None else None
+        self._unsubscribe = listener.subscribe(LOG, topic, self._wake)
         self._threads: list[threading.Thread] = []
         self._services: list[threading.Thread] = []
 
@@ -110,8 +110,7 @@ class QueueConsumption(Running):
             self._stop.set()
             for condition in (self._fetching, self._working, self._settling):
                 condition.notify_all()
-        if self._unsubscribe is not None:
-            self._unsubscribe()
+        self._unsubscribe()
 
     def threads(self) -> Collection[threading.Thread]:
         return self._threads
@@ -184,8 +183,7 @@ class QueueConsumption(Running):
             return known + [partition for partition in found if partition not in self._due]
 
     def _idle_delay(self) -> float:
-        notified = self._listener is not None and self._listener.listening
-        return max(self._polling_delay, IDLE_POLLING) if notified else self._polling_delay
+        return max(self._polling_delay, IDLE_POLLING) if self._listener.listening else self._polling_delay
 
     def _fetch_partition(self, partition: int, ready_in: float) -> None:
         with self._fetching:

@@ -123,13 +123,13 @@ class Consumption(Running):
 
     def __init__(
         self, keys: Sequence[ConsumerPartition],
-        *, where: str, look: Look, poll: Poll, polling_delay: float, workers: int = MAX_WORKERS,
-        listener: Listener | None = None, throttle: Throttle | None = None,
+        *, where: str, look: Look, poll: Poll, polling_delay: float, workers: int, listener: Listener,
+        throttle: Throttle,
     ) -> None:  # fmt: skip
         """`where` names the database, for the log."""
         self._keys = keys
         self._where = where
-        self._throttle = throttle or Throttle()
+        self._throttle = throttle
         self._look = look
         self._poll = poll
         self._polling_delay = polling_delay
@@ -151,7 +151,7 @@ class Consumption(Running):
         self._unannounced_at: float | None = None
         self._faults: dict[str, str] = {}
         """The last error of the consumer or of a partition, until the consumer or the partition is consumed again."""
-        self._unsubscribe = listener.subscribe(LOG, keys[0].topic, self._wake) if listener is not None else None
+        self._unsubscribe = listener.subscribe(LOG, keys[0].topic, self._wake)
         self._threads: list[threading.Thread] = []
 
     def start(self) -> Self:
@@ -185,8 +185,7 @@ class Consumption(Running):
             self._stop.set()
             self._poller.notify_all()
             self._queued.notify_all()
-        if self._unsubscribe is not None:
-            self._unsubscribe()
+        self._unsubscribe()
 
     def threads(self) -> Collection[threading.Thread]:
         return self._threads
@@ -211,7 +210,7 @@ class Consumption(Running):
 
     def _notified(self) -> bool:
         """Whether notifications of new events arrive, as far as is known."""
-        if self._listener is None or not self._listener.listening:
+        if not self._listener.listening:
             return False
         return self._unannounced_at is None or time.monotonic() - self._unannounced_at > UNANNOUNCED_SECONDS
 

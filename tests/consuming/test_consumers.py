@@ -14,6 +14,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from unittest.mock import Mock
 
 import psycopg
 import pytest
@@ -23,11 +24,11 @@ from eventsql_orchestration.consuming import failures as failure_module
 from eventsql_orchestration.consuming import queue_consumption
 from eventsql_orchestration.consuming import worker_pool as running
 from eventsql_orchestration.consuming.cancellation import Cancellation
-from eventsql_orchestration.consuming.consumers import Consumers
 from eventsql_orchestration.consuming.partition import ConsumerPartition
+from eventsql_orchestration.consuming.throttle import Throttle
 from eventsql_orchestration.consuming.worker_pool import Consumption, PollOptions
 from eventsql_orchestration.database import Connection
-from eventsql_orchestration.database.notifications import BUFFER
+from eventsql_orchestration.database.notifications import BUFFER, Listener
 from eventsql_orchestration.errors import (
     ClaimLostError,
     ConsumerNotFoundError,
@@ -526,7 +527,7 @@ def until_idle(consumption: Consumption, until: Until) -> None:
         return len(slots) == len(consumption._keys) and all(slot.empty for slot in slots) and not consumption._woken
 
     # Called once when listening begins.
-    until(lambda: consumption._listener is None or consumption._wakes)
+    until(lambda: consumption._wakes)
     until(idle)
 
 
@@ -631,22 +632,15 @@ def test_events_that_nobody_notifies_of_are_found_by_polling_which_then_goes_on_
         until(lambda: consumption._idle_delay() == 0.05)
 
 
-def test_a_consumer_that_hears_nothing_polls(platform: EventSQL, until: Until) -> None:
-    seen = Seen()
-    consumers = Consumers(platform.database, platform.shards[0].registry, platform.shards[0].dead_letters)
-    with consumers.start("payments", "mailer", seen.one, polling_delay=0.01) as consumption:
-        until_idle(consumption, until)
-        assert consumption._idle_delay() == 0.01
-        fill(platform, 3, "payments")
-        until(lambda: len(seen.ids) == 3)
-
-
 def test_a_consumer_polls_at_its_pace_while_its_listener_is_cut_off(platform: EventSQL, until: Until) -> None:
-    with platform.shards[0].consumers.start("payments", "mailer", Seen().one, polling_delay=0.01) as consumption:
+    seen = Seen()
+    with platform.shards[0].consumers.start("payments", "mailer", seen.one, polling_delay=0.01) as consumption:
         until_idle(consumption, until)
         assert consumption._idle_delay() == running.IDLE_POLLING
         platform.listener.close()
         until(lambda: consumption._idle_delay() == 0.01)
+        fill(platform, 3, "payments")
+        until(lambda: len(seen.ids) == 3)
 
 
 def test_an_event_that_failed_is_retried_when_it_is_due_though_nobody_notifies(
@@ -988,8 +982,9 @@ def test_a_consumer_goes_on_with_its_threads_and_says_so_only_once_a_new_partiti
     monkeypatch.setattr(running, "FAULT_DELAY", 0.01)
     known = [ConsumerPartition("orders", "mailer", 0)]
     with Consumption(
-        known, where="here", look=lambda _asked: {0: 0.0, 1: 0.0}, poll=poll, polling_delay=0.01, workers=2
-    ).start() as consumption:
+        known, where="here", look=lambda _asked: {0: 0.0, 1: 0.0}, poll=poll, polling_delay=0.01, workers=2,
+        listener=Mock(spec=Listener, listening=False), throttle=Throttle(),
+    ).start() as consumption:  # fmt: skip
 
         def stop_it(*_: object, **_named: object) -> None:
             said.append(in_thread("stop", consumption.stop_soon).result(PATIENCE))

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from itertools import count
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
+from unittest.mock import Mock
 
 import psycopg
 import pytest
@@ -36,6 +37,7 @@ from eventsql_orchestration.consuming.delivery import Delivery, HandOut
 from eventsql_orchestration.consuming.lag_values import LagCause
 from eventsql_orchestration.consuming.lost_connections import FREE_LOSSES
 from eventsql_orchestration.database import Connection, Database
+from eventsql_orchestration.database.notifications import Listener
 from eventsql_orchestration.database.rows import fetch_all
 from eventsql_orchestration.errors import (
     ClaimLostError,
@@ -746,7 +748,7 @@ def test_an_offset_moves_at_once_although_the_last_event_is_acknowledged_during_
 
     monkeypatch.setattr(Deliveries, "hand_out", outlast_the_handler)
     consumers = platform.shards[0].consumers
-    monkeypatch.setattr(consumers, "_listener", None)
+    monkeypatch.setattr(consumers, "_listener", Mock(spec=Listener, listening=False))
     with consumers.start_queue("payments", "mailer", Seen(halt), lease=3_600.0, polling_delay=3_600.0) as started:
         halt.await_reached()
         started._wake()
@@ -923,7 +925,7 @@ def test_no_event_is_begun_after_the_end_of_a_lease_before_the_lease_is_renewed(
 ) -> None:
     consumers = platform.shards[0].consumers
     # Nothing causes a call for further events, which would renew the lease.
-    monkeypatch.setattr(consumers, "_listener", None)
+    monkeypatch.setattr(consumers, "_listener", Mock(spec=Listener, listening=False))
     monkeypatch.setattr(queue_consumption, "IDLE_POLLING", 3_600.0)
     ids, seen = fill(platform, "aa"), Seen(halt)
     with consumers.start_queue("payments", "mailer", seen, workers=2, lease=3_600.0, polling_delay=3_600.0) as started:
@@ -945,7 +947,7 @@ def test_no_event_is_begun_whose_call_outlasts_the_lease(
     platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     consumers, hand_out, passed = platform.shards[0].consumers, Deliveries.hand_out, [0.0]
-    monkeypatch.setattr(consumers, "_listener", None)
+    monkeypatch.setattr(consumers, "_listener", Mock(spec=Listener, listening=False))
     monkeypatch.setattr(queue_consumption, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0]))
 
     def take_too_long(own: Deliveries, worker: int, partition: int, limit: int) -> HandOut:

@@ -74,8 +74,8 @@ def pool(clock: Clock, waits: list[float]) -> Pool:
     ) -> Consumption:
         consumption = Consumption(
             [replace(KEY, partition=partition) for partition in range(partitions)], where="a database",
-            look=Mock(), poll=Mock(), polling_delay=polling_delay,
-            listener=Mock(spec=Listener, listening=listening), throttle=throttle,
+            look=Mock(), poll=Mock(), polling_delay=polling_delay, workers=1,
+            listener=Mock(spec=Listener, listening=listening), throttle=throttle or Throttle(),
         )  # fmt: skip
         consumption._workers = 0
         consumption._poller.wait = wait  # type: ignore[method-assign, assignment]
