@@ -163,11 +163,11 @@ def run(
             backfills, found, runs,
             launcher=launcher, parallel=options["parallel"], max_failures=options["max_failures"],
         )  # fmt: skip
-        outcome = drive(driver, found)
+        outcome = drive(driver)
         outcome = replace(outcome, given_up=_given_up(platform, found))
         if as_json:
             show_backfill({**summary, "id": found.id}, runs, executed=True, as_json=True, outcome=outcome)
-        conclude(found, runs, outcome, resume_options=launcher.resume_options)
+        conclude(driver, outcome)
 
 
 def _range(consumer: str, options: _Options) -> ReplayRange | None:

@@ -27,9 +27,9 @@ PROGRESS_SECONDS: Final = 10.0
 """Seconds between two lines of progress, if there is no terminal for a bar."""
 
 
-def drive(driver: BackfillDriver, found: Backfill) -> Outcome:
+def drive(driver: BackfillDriver) -> Outcome:
     """Drive a backfill to its end with a progress bar, or a line every 10 s if there is no terminal."""
-    launcher = driver.launcher
+    found, launcher = driver.backfill, driver.launcher
     resume = f"`{resume_command(found.topic, found.consumer, found.id, launcher.resume_options)}`"
     say(f"backfill {found.id} runs; if it is interrupted, {resume} goes on with it")
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), "events", TimeElapsedColumn())
@@ -68,8 +68,9 @@ def show_finished(topic: str, consumer: str, backfill_id: str, *, as_json: bool)
     say(f"backfill {backfill_id} is done: there is nothing to replay")
 
 
-def conclude(found: Backfill, runs: tuple[PlannedRun, ...], outcome: Outcome, *, resume_options: str = "") -> None:
+def conclude(driver: BackfillDriver, outcome: Outcome) -> None:
     """Say that it is done. Raises `RunFailedError` if a run failed."""
+    found, runs, options = driver.backfill, driver.runs, driver.launcher.resume_options
     letters = letters_command(found.topic, found.id)
     if outcome.done:
         given_up = f", {outcome.given_up} of them given up: `{letters}`" if outcome.given_up else ""
@@ -81,7 +82,7 @@ def conclude(found: Backfill, runs: tuple[PlannedRun, ...], outcome: Outcome, *,
             f"back meanwhile; `eventsql backfill list {found.topic}` shows if something is left"
         )
     example = "".join(f", {key} for example: {why}" for key, why in list(outcome.failures.items())[:1])
-    resume = f"`{resume_command(found.topic, found.consumer, found.id, resume_options)}` goes on with the rest"
+    resume = f"`{resume_command(found.topic, found.consumer, found.id, options)}` goes on with the rest"
     if outcome.stopped:
         raise RunFailedError(
             f"backfill {found.id} stopped after too many failures (--max-failures): "

@@ -526,8 +526,10 @@ class Driven:
         assert self.backfills.finish(self.backfill)
 
     def drive(self, on_progress: Callable[[DriverProgress], None], **options: Any) -> Outcome:
-        driver = BackfillDriver(self.backfills, self.backfill, self.plan.runs, launcher=self.launcher, **options)
-        return driver.run(on_progress)
+        return self.driver(**options).run(on_progress)
+
+    def driver(self, **options: Any) -> BackfillDriver:
+        return BackfillDriver(self.backfills, self.backfill, self.plan.runs, launcher=self.launcher, **options)
 
     def run(self, then: Callable[[], None] = lambda: None, **options: Any) -> Outcome:
         """Drive it; `then` is called when a run is under way."""
@@ -788,7 +790,7 @@ def test_a_backfill_that_is_deleted_after_its_last_run_is_not_done(driven: Drive
     outcome = driven.run(parallel=1)
     assert (outcome.done, outcome.failures, outcome.done_keys) == (False, {}, frozenset(driven.keys))
     with pytest.raises(RunFailedError):
-        conclude(driven.backfill, driven.plan.runs, outcome)
+        conclude(driven.driver(parallel=1), outcome)
 
 
 def test_a_backfill_that_is_deleted_before_its_end_is_asked_for_is_not_done(driven: Driven) -> None:
