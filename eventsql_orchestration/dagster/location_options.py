@@ -9,7 +9,7 @@ import dagster as dg
 
 from eventsql_orchestration import Shard, Topic
 from eventsql_orchestration.dagster.consumers.options import DEFAULT_LAG, LagLimits
-from eventsql_orchestration.dagster.housekeeping.schedule import HistoryRetention
+from eventsql_orchestration.dagster.housekeeping.schedule import DEFAULT_HISTORY, HistoryRetention
 from eventsql_orchestration.dagster.monitoring.alerts import Notify
 from eventsql_orchestration.dagster.monitoring.queues import DEFAULT_LIMITS as DEFAULT_QUEUE_LIMITS
 from eventsql_orchestration.dagster.monitoring.queues import QueueLimits
@@ -30,7 +30,7 @@ _KINDS: Final[Mapping[str, type | UnionType]] = {
     "lag": LagLimits | None,
     "queue_lag": QueueLimits | None,
     "sample": TopicSample,
-    "history": HistoryRetention | None,
+    "history": HistoryRetention,
 }
 
 
@@ -60,7 +60,7 @@ class LocationOptions:
       The queues are external assets, and the sensor `queues` observes them.
     - `queue_lag`: the limits of each queue's checks. None leaves out the checks.
     - `sample`: the last events that the page of a topic shows if no consumer publishes to the topic.
-    - `history`: how long housekeeping keeps old history. None stands for the defaults of `HistoryRetention`.
+    - `history`: how long housekeeping keeps old history.
 
     Raises `ValidationError` for fields of other kinds, and for topics, assets or workers that are a generator: it would
     give them only once.
@@ -81,7 +81,7 @@ class LocationOptions:
     sample: TopicSample = DEFAULT_SAMPLE
     workers: Sequence[WorkerDefinition] = ()
     queue_lag: QueueLimits | None = DEFAULT_QUEUE_LIMITS
-    history: HistoryRetention | None = None
+    history: HistoryRetention = DEFAULT_HISTORY
 
     def __post_init__(self) -> None:
         for name in ("topics", "assets", "workers"):
@@ -112,7 +112,7 @@ class LocationFields(TypedDict, total=False):
     sample: TopicSample
     workers: Sequence[WorkerDefinition]
     queue_lag: QueueLimits | None
-    history: HistoryRetention | None
+    history: HistoryRetention
 
 
 DEFAULT_LOCATION: Final = LocationOptions()

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, Final
 
 import dagster as dg
 from dagster_shared.check import CheckError
@@ -61,8 +61,11 @@ class HistoryRetention:
         check_not_negative(self)
 
 
+DEFAULT_HISTORY: Final = HistoryRetention()
+
+
 def build_housekeeping_schedule(
-    retention: HistoryRetention | None = None,
+    retention: HistoryRetention = DEFAULT_HISTORY,
     *,
     checks: Collection[ReportedCheck] = (),
     name: str = "housekeeping",
@@ -75,19 +78,17 @@ def build_housekeeping_schedule(
     other code are not touched. A shard that is down keeps its history until the next run: the other shards are cleared,
     then the run fails and names the shard.
     """
-    kept = HistoryRetention() if retention is None else retention
-
-    delete_old_history = _history_op(kept, tuple(check.key for check in checks))
+    delete_old_history = _history_op(retention, tuple(check.key for check in checks))
     delete_old_claims = _shard_op(
         "delete_old_claims",
         "Deletes claims that ended long ago.",
-        lambda _, shard: _deleted(delete_claims(shard, before=_ago(kept.claim_hours)), "claim"),
+        lambda _, shard: _deleted(delete_claims(shard, before=_ago(retention.claim_hours)), "claim"),
     )
     delete_old_publications = _shard_op(
         "delete_old_publications",
         "Deletes the records of publications that nothing can repeat any more.",
         lambda context, shard: _deleted(
-            delete_publications(shard, context.instance, before=_ago(kept.publication_hours)), "record"
+            delete_publications(shard, context.instance, before=_ago(retention.publication_hours)), "record"
         ),
         after_history=True,
     )
