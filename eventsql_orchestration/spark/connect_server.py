@@ -52,7 +52,7 @@ class ConnectServer:
         port: int,
         ui_port: int,
         environment: Mapping[str, str],
-        settings: Mapping[str, str] | None = None,
+        settings: Mapping[str, str],
     ) -> None:
         self.log = directory / "spark.log"
         self._directory = directory
@@ -65,7 +65,7 @@ class ConnectServer:
             "spark.ui.port": str(ui_port),
             "spark.ui.killEnabled": "false",
             "spark.sql.warehouse.dir": str(directory / "warehouse"),
-            **(settings or {}),
+            **settings,
             "spark.connect.grpc.binding.address": "127.0.0.1",
             "spark.connect.grpc.binding.port": str(port),
         }
