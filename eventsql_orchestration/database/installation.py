@@ -27,7 +27,7 @@ class CurrentRole:
     name: str
     prefix: str | None
     may_transfer: bool
-    kinds: frozenset[str] = frozenset()
+    kinds: frozenset[str]
 
     @classmethod
     def of(cls, connection: Connection, schema: str) -> Self:

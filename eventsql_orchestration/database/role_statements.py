@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, LiteralString, TypeAlias
 
 import psycopg
@@ -40,7 +40,7 @@ class RoleState:
 
     role: Role
     exists: bool
-    members: tuple[str, ...] = field(default=())
+    members: tuple[str, ...]
 
 
 def act_as_owner(connection: psycopg.Connection[Any], schema: str) -> bool:
