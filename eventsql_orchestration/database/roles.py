@@ -7,6 +7,7 @@ or migration gives each role its rights.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -143,9 +144,11 @@ class Roles:
         wanted = [Role(role_name(prefix, kind), kind) for kind in KINDS]
         wanted += [Role(role_name(prefix, kind, topic), kind, topic) for topic in topics for kind in TOPIC_KINDS]
         wanted += sorted(known - set(wanted), key=lambda role: role.name)
-        if too_long := [role.name for role in wanted if len(role.name.encode()) > grants.MOST_NAME]:
+        # A long prefix leaves no room for the kind in the name of a role of one topic.
+        named = Counter(role.name for role in dict.fromkeys(wanted))
+        if bad := [name for name, roles in named.items() if len(name.encode()) > grants.MOST_NAME or roles > 1]:
             raise ValidationError(
-                f"role {too_long[0]} would have more than {grants.MOST_NAME} bytes: choose a shorter prefix"
+                f"role {bad[0]} would have more than {grants.MOST_NAME} bytes or several kinds: choose a shorter prefix"
             )
         if unusable := role_statements.rows_of(connection, schema, "unusable", names=[role.name for role in wanted]):
             names = ", ".join(name for (name,) in unusable)

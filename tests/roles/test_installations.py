@@ -17,7 +17,7 @@ from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection, Database, Queries, role_statements
 from eventsql_orchestration.database.installation import CurrentRole
 from eventsql_orchestration.database.roles import Roles
-from eventsql_orchestration.errors import CaptureError, PermissionDeniedError
+from eventsql_orchestration.errors import CaptureError, PermissionDeniedError, ValidationError
 from eventsql_orchestration.storage.log_queries import LogQueries
 from eventsql_orchestration.topics.catalog import lock_registry
 from eventsql_orchestration.views import Retained, Timeline, Views
@@ -56,6 +56,18 @@ def test_an_owner_that_is_no_superuser_makes_roles_and_goes_on(plain_owner: str,
         Roles(owner.database).drop()
         owner.publisher.publish(Publication("orders", b"v"))
         assert owner.transfer.run_once() == {"orders": 1}
+
+
+def test_a_prefix_that_leaves_no_room_for_names_of_their_own_is_refused(direct_dsn: str) -> None:
+    with EventSQL(direct_dsn, transfer=False) as superuser:
+        superuser.registry.register_topic(Topic("orders"))
+        roles, prefix = Roles(superuser.database), "p" * 53
+        with pytest.raises(ValidationError, match="choose a shorter prefix"):
+            roles.sql(prefix=f"{prefix}p")
+        assert f"{prefix}_publisher" in roles.sql(prefix=prefix)
+        with pytest.raises(ValidationError, match="choose a shorter prefix"):
+            roles.sql(prefix=prefix, topics=["orders"])
+        assert roles.sql(prefix=prefix[1:], topics=["orders", "orders"])
 
 
 def capture_purchases(owner: EventSQL, shop: Connection) -> None:
