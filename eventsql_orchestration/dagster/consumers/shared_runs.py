@@ -75,7 +75,7 @@ class SharedWatch:
     """Decides what a tick does about consumers that share their runs.
 
     A tick claims for one consumer and requests a run of all consumers. The run consumes that claim and the events that
-    wait for the others. While a shared run is under way, a tick claims nothing.
+    wait for the others. While a shared run has a claim, a tick claims nothing.
     """
 
     members: tuple[ConsumerWatch, ...]
@@ -85,7 +85,7 @@ class SharedWatch:
     @property
     def description(self) -> str:
         labels = ", ".join(member.label for member in self.members)
-        return f"Claims events for one of {labels}, and requests a run of all of them, unless such a run is under way."
+        return f"Claims events for one of {labels}, and requests a run of all of them, unless such a run has a claim."
 
     @property
     def notified_by(self) -> frozenset[tuple[str, str]]:
