@@ -213,7 +213,10 @@ class RunningSystem(ABC, Generic[Run]):
                 say(f"no progress: {_shortened(waits_for)}; if no program consumes that, `{pause}` lets the round end")
             if now > deadline:
                 left_else = "runs are under way, or messages or buffered events are left"
-                raise RoundError(f"the round is not done in time: {_shortened(waits_for) or left_else}; see {self.log}")
+                raise RoundError(
+                    f"the round is not done in time: {_shortened(waits_for) or left_else}; see {self.log}, "
+                    "or give it more seconds by `--timeout`"
+                )
             time.sleep(0.5)
         self.progress.update(task, description="Consumed", completed=1, total=1)
 
