@@ -7,8 +7,9 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import datetime
+from itertools import chain
 from typing import Final
 
 from eventsql_orchestration.boundary import checked, checks_itself
@@ -87,7 +88,7 @@ class MessageQueue:
 
         Over several shards, creates it on each shard that can be reached.
         """
-        return [table.definition() for table in self._shards.all()][0]  # noqa: RUF015 - each shard is defined
+        return self._shards.each(self._shards.all(), QueueTable.definition)[0]
 
     # Sending
 
@@ -230,13 +231,16 @@ class MessageQueue:
 
     def pause(self) -> float:
         """Seconds after which a receiver that waits looks again, even without a notification: 1 at most."""
-        dues = [due for table in self._shards.all() if (due := table.due()) is not None]
-        return max(0.01, min([POLL_SECONDS, *dues]))
+        dues = self._shards.each(self._shards.all(), QueueTable.due)
+        return max(0.01, min([POLL_SECONDS, *(due for due in dues if due is not None)]))
 
     @contextmanager
     def transaction(self, message: Message) -> Iterator[Connection]:
         """A transaction on the database of a message, for its effects and its acknowledgement."""
-        with self._shards.of(message).database.transaction() as connection:
+        with ExitStack() as transaction:
+            # The work of the transaction may find another database down.
+            with self._shards.holding(message) as table:
+                connection = transaction.enter_context(table.database.transaction())
             yield connection
 
     def _take(self, most: int, seconds: float | None) -> list[Message]:
@@ -271,7 +275,7 @@ class MessageQueue:
         `ValidationError`, with nothing done, in a transaction above READ COMMITTED.
         """
         check_kind("message", message, Message)
-        self._shards.of(message, connected=connection is not None).acknowledge([message], connection)
+        self._acknowledge([[message]], connection)
 
     @checks_itself
     def acknowledge_all(self, messages: Iterable[Message], *, connection: CallersConnection | None = None) -> None:
@@ -283,9 +287,13 @@ class MessageQueue:
         grouped = by_shard(messages)
         if not grouped and connection is not None:
             self._shards.where(connection, [], self._shards.all())
+        self._acknowledge(grouped, connection)
+
+    def _acknowledge(self, grouped: Sequence[list[Message]], connection: CallersConnection | None) -> None:
         tables = [self._shards.of(held[0], connected=connection is not None) for held in grouped]
         for table, held in zip(tables, grouped, strict=True):
-            table.acknowledge(held, connection)
+            with self._shards.using(table) if connection is None else nullcontext():
+                table.acknowledge(held, connection)
 
     def release(self, message: Message, *, delay: Duration = 0.0, reason: str | None = None) -> None:
         """Give a message back, visible again after `delay` seconds, behind all visible messages.
@@ -293,11 +301,13 @@ class MessageQueue:
         In an ordered queue, later messages of its key still wait for it. `reason` goes into its history. Raises
         `MessageNotFoundError` if this receipt does not hold it any more.
         """
-        self._shards.of(message).release(message, in_seconds(delay), reason)
+        with self._shards.holding(message) as table:
+            table.release(message, in_seconds(delay), reason)
 
     def release_failed(self, message: Message, *, delay: Duration, reason: str) -> str | None:
         """As `release`, for a message whose handler failed; gives the queue of dead letters if it moved there."""
-        return self._shards.of(message).fail(message, in_seconds(delay), reason)
+        with self._shards.holding(message) as table:
+            return table.fail(message, in_seconds(delay), reason)
 
     def give_back(self, messages: Iterable[Message]) -> None:
         """Release messages that nobody began to handle: their receive does not count towards `max_receives`.
@@ -308,7 +318,8 @@ class MessageQueue:
         failures: list[DatabaseError | ShardError] = []
         for held in by_shard(messages):
             try:
-                self._shards.of(held[0]).give_back(held)
+                with self._shards.holding(held[0]) as table:
+                    table.give_back(held)
             except (DatabaseError, ShardError) as error:
                 failures.append(error)
         if failures:
@@ -316,15 +327,16 @@ class MessageQueue:
 
     def extend(self, message: Message, seconds: Duration) -> None:
         """Hold a message for `seconds` from now on. Raises `MessageNotFoundError` if it is not held any more."""
-        table = self._shards.of(message)
-        if not table.extend([message], in_seconds(seconds)):
-            raise table.not_found([message.id])
+        with self._shards.holding(message) as table:
+            if not table.extend([message], in_seconds(seconds)):
+                raise table.not_found([message.id])
 
     def extend_all(self, messages: Iterable[Message], seconds: Duration) -> list[Message]:
         """Hold messages for `seconds` from now on. Gives the messages that are still held."""
         still: list[Message] = []
         for held in by_shard(messages):
-            ids = self._shards.of(held[0]).extend(held, in_seconds(seconds))
+            with self._shards.holding(held[0]) as table:
+                ids = table.extend(held, in_seconds(seconds))
             still += [message for message in held if message.id in ids]
         return still
 
@@ -332,7 +344,7 @@ class MessageQueue:
 
     def peek(self, limit: int = 10) -> list[PeekedMessage]:
         """The messages that are next in turn, with their states, without receiving them."""
-        found = [message for table in self._shards.all() for message in QueueUpkeep(table).peek(limit)]
+        found = list(chain(*self._shards.each(self._shards.all(), lambda table: QueueUpkeep(table).peek(limit))))
         # A blocked message has no time yet.
         found.sort(key=lambda message: (-message.priority, message.visible_at is None, message.visible_at))
         return found[:limit]
@@ -345,13 +357,15 @@ class MessageQueue:
         """
         purged = 0
         for table in self._shards.all():
-            purged = QueueUpkeep(table).purge(purged)
+            with self._shards.using(table):
+                purged = QueueUpkeep(table).purge(purged)
         return purged
 
     def count_of_keys(self, keys: Collection[str]) -> ErasedMessages:
         """Count the messages that `erase` would delete."""
         wanted = check_keys(keys)
-        return sum((each.count_of_keys(wanted) for each in self._needed()), ErasedMessages(0, 0, 0))
+        counted = self._shards.each(self._needed(), lambda table: QueueUpkeep(table).count_of_keys(wanted))
+        return sum(counted, ErasedMessages(0, 0, 0))
 
     def erase(self, keys: Collection[str]) -> ErasedMessages:
         """Delete the messages of keys, also those in flight, their dead letters and archived messages; count them.
@@ -363,8 +377,9 @@ class MessageQueue:
         messages of these keys does not end for 10 s.
         """
         wanted, erased = check_keys(keys), ErasedMessages(0, 0, 0)
-        for each in self._needed():
-            erased = each.erase(wanted, erased)
+        for table in self._needed():
+            with self._shards.using(table):
+                erased = QueueUpkeep(table).erase(wanted, erased)
         return erased
 
     def delete(self, *, force: bool = False) -> None:
@@ -380,18 +395,18 @@ class MessageQueue:
         before may still send to the queue: that message is lost.
         """
         self.check_deletable(force=force)
-        for each in self._existing():
-            each.delete(force=force)
+        self._shards.each(self._existing(), lambda table: QueueUpkeep(table).delete(force=force))
 
     def check_deletable(self, *, force: bool = False) -> None:
         """Raise as `delete` if it would refuse the queue."""
-        for each in self._needed():
-            each.check_deletable(force=force)
+        self._shards.each(self._needed(), lambda table: QueueUpkeep(table).check_deletable(force=force))
 
-    def _existing(self) -> list[QueueUpkeep]:
-        return [QueueUpkeep(table) for table in self._shards.every() if table.existing() is not None]
+    def _existing(self) -> list[QueueTable]:
+        tables = self._shards.every()
+        found = self._shards.each(tables, QueueTable.existing)
+        return [table for table, definition in zip(tables, found, strict=True) if definition is not None]
 
-    def _needed(self) -> list[QueueUpkeep]:
+    def _needed(self) -> list[QueueTable]:
         """The queue on each shard. Raises `QueueNotFoundError` if no shard has it."""
         if queues := self._existing():
             return queues
@@ -406,19 +421,21 @@ class MessageQueue:
         `ids` name them. Raises `ShardError`, with nothing done, for an id that dead letters of several shards have, and
         `DatabaseBusyError` if a transaction that acknowledges dead letters of an ordered queue does not end for 10 s.
         """
-        queues = [QueueUpkeep(table) for table in self._shards.all()]
+        tables = self._shards.all()
         chosen = None if ids is None else list(ids)
         if chosen is not None:
             self.check_dead_letters(chosen)
         redriven = 0
-        for each in queues:
-            redriven = each.redrive(limit, chosen, redriven)
+        for table in tables:
+            with self._shards.using(table):
+                redriven = QueueUpkeep(table).redrive(limit, chosen, redriven)
         return redriven
 
     def check_dead_letters(self, ids: Iterable[int]) -> None:
         """Raise as `redrive` if it would refuse these ids."""
         chosen = list(ids)
-        known = Counter(found for table in self._shards.all() for found in QueueUpkeep(table).dead_letters(chosen))
+        found = self._shards.each(self._shards.all(), lambda table: QueueUpkeep(table).dead_letters(chosen))
+        known = Counter(chain(*found))
         if unknown := [number for number in dict.fromkeys(chosen) if number not in known]:
             raise MessageNotFoundError(
                 f"queue {self.name!r} has no dead letter {', '.join(map(str, unknown))}: `eventsql queue describe` "
@@ -430,7 +447,7 @@ class MessageQueue:
 
     def statistics(self) -> QueueStatistics:
         """Count the queue's messages by state. The time grows with their number."""
-        found = [QueueUpkeep(table).statistics() for table in self._shards.all()]
+        found = self._shards.each(self._shards.all(), lambda table: QueueUpkeep(table).statistics())
         ages = [each.oldest for each in found if each.oldest is not None]
         waits = [each.waiting for each in found if each.waiting is not None]
         sent = [each.sent_per_second for each in found if each.sent_per_second is not None]
@@ -450,8 +467,8 @@ class MessageQueue:
 
     def archived(self, limit: int = 100) -> list[ArchivedMessage]:
         """The messages that were acknowledged last, the latest first, of a queue with a `retention`."""
-        found = [message for table in self._shards.all() for message in QueueUpkeep(table).archived(limit)]
-        return sorted(found, key=lambda message: message.acknowledged_at, reverse=True)[:limit]
+        found = self._shards.each(self._shards.all(), lambda table: QueueUpkeep(table).archived(limit))
+        return sorted(chain(*found), key=lambda message: message.acknowledged_at, reverse=True)[:limit]
 
     def depth(self) -> QueueDepth:
         """Count the messages that can be received now, and the others."""

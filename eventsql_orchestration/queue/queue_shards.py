@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from eventsql_orchestration.consuming.running import AnyRunning, Keeper
 from eventsql_orchestration.database import CallersConnection, Database
@@ -43,6 +43,8 @@ class Platform(Protocol):
 
 
 Source: TypeAlias = Platform | Shard | Database
+
+Given = TypeVar("Given")
 
 
 class QueueShards:
@@ -134,6 +136,14 @@ class QueueShards:
                 raise
             raise shard.unavailable() from error
 
+    def each(self, tables: Iterable[QueueTable], action: Callable[[QueueTable], Given]) -> list[Given]:
+        """Call `action` with one queue after the other; gives each result. Raises as `using`."""
+        done: list[Given] = []
+        for table in tables:
+            with self.using(table):
+                done.append(action(table))
+        return done
+
     def _elsewhere(self, created: QueueTable) -> QueueDefinition | None:
         """The queue as another shard has it, so that a queue gets the same options on every shard."""
         for table in self.all():
@@ -164,6 +174,13 @@ class QueueShards:
             "the URLs of all shards, or try again",
             shard=message.shard or "",
         )
+
+    @contextmanager
+    def holding(self, message: Message) -> Iterator[QueueTable]:
+        """Use the queue on a message's shard. Raises as `of` and `using`."""
+        table = self.of(message)
+        with self.using(table):
+            yield table
 
     def for_key(self, key: str | None, tables: Sequence[QueueTable]) -> QueueTable:
         if self.lone():

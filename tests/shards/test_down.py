@@ -211,6 +211,35 @@ def test_messages_of_the_shard_that_is_down_fail_with_its_name_and_others_go_to_
     assert [message.shard for message in queue.receive()] == ["shard-2"]
 
 
+def test_every_call_of_a_queue_that_finds_a_shard_down_names_it(
+    dsns: list[str], opened: Open, second: EmbeddedPostgres
+) -> None:
+    queue = Queue(platform := opened(*dsns).open(), "jobs", max_receives=9, retention=3_600)
+    queue.send_all([NewMessage(b"0", key=LOST[0]), NewMessage(b"0", key=LEFT[0])])
+    held = {message.shard: message for message in queue.receive(max_messages=2)}["shard-2"]
+    calls: list[Callable[[], object]] = [
+        lambda: queue.send(b"1", key=LOST[0]),
+        queue.definition, queue.pause, queue.peek, queue.purge, queue.statistics, queue.depth, queue.archived,
+        queue.redrive, lambda: queue.redrive(ids=[1]), queue.delete, lambda: queue.delete(force=True),
+        lambda: queue.erase([LOST[0]]), lambda: queue.count_of_keys([LOST[0]]),
+        lambda: queue.acknowledge(held), lambda: queue.acknowledge_all([held]), lambda: queue.release(held),
+        lambda: queue.release_failed(held, delay=0.0, reason="no"), lambda: queue.give_back([held]),
+        lambda: queue.extend(held, 30), lambda: queue.extend_all([held], 30),
+        lambda: queue.transaction(held).__enter__(),
+    ]  # fmt: skip
+    second.stop()
+    try:
+        for call in calls:
+            with pytest.raises(ShardUnavailableError) as told:
+                call()
+            assert told.value.shard == "shard-2"
+            assert platform.shards[1].down is not None
+            # The next call finds it out anew.
+            platform._cluster.health.close(platform.shards)
+    finally:
+        second.start()
+
+
 def test_a_new_queue_is_made_on_a_shard_that_is_up_though_another_is_found_down(
     dsns: list[str], opened: Open, second: EmbeddedPostgres
 ) -> None:
