@@ -66,8 +66,9 @@ class EventSQL:
     Close it, or use it as a context manager. Afterwards every use raises `ClosedError`, until `open()` or another
     `with` opens it again.
 
-    With several databases, an event whose shard is down fails; with `on_shard_down="wait"`, it waits for up to
-    `shard_timeout` seconds. An event whose shard is being added also waits for up to `shard_timeout` seconds.
+    With several databases, an event or a message of a queue whose shard is down fails; with `on_shard_down="wait"`, it
+    waits for up to `shard_timeout` seconds. An event whose shard is being added also waits for up to `shard_timeout`
+    seconds.
     """
 
     def __init__(
@@ -199,6 +200,13 @@ class EventSQL:
     def using(self, shard: Shard) -> AbstractContextManager[None]:
         """A block that uses a shard. If it finds the shard down, the shard counts as down until it answers again."""
         return self._cluster.using(shard)
+
+    def reach(self, shard: Shard, since: float) -> None:
+        """Make sure that a shard can be reached. Raises `ShardUnavailableError`.
+
+        With `on_shard_down="wait"`, waits until `shard_timeout` has passed `since` a time of `time.monotonic`.
+        """
+        self._cluster.health.reach(shard, since + self._cluster.timeout)
 
     def reconsider(self, error: WrongShardError, since: float) -> None:
         """Read the set of shards again after a shard refused a key; wait a little if the shard is being added.

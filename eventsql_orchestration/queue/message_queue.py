@@ -152,7 +152,7 @@ class MessageQueue:
             again: list[int] = []
             for table, places in left.items():
                 try:
-                    with self._shards.using(table):
+                    with self._shards.using(table, since=started):
                         ids.update(zip(places, table.put([given[each] for each in places], None), strict=True))
                 except WrongShardError as error:
                     refused[table.shard or ""] = error

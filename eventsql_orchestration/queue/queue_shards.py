@@ -39,6 +39,8 @@ class Platform(Protocol):
 
     def using(self, shard: Shard) -> AbstractContextManager[None]: ...
 
+    def reach(self, shard: Shard, since: float) -> None: ...
+
     def reconsider(self, error: WrongShardError, since: float) -> None: ...
 
 
@@ -115,16 +117,19 @@ class QueueShards:
         return [self._table(shard) for shard in shards]
 
     @contextmanager
-    def using(self, table: QueueTable) -> Iterator[None]:
+    def using(self, table: QueueTable, *, since: float | None = None) -> Iterator[None]:
         """Use the queue on a shard, which counts as down from then on if the block finds it down.
 
-        Raises `ShardUnavailableError` if it is down: the error of its database does not name the shard.
+        With `since`, a time of `time.monotonic`, waits first for a shard that is down, as far as its platform was told
+        so. Raises `ShardUnavailableError` if it is down: the error of its database does not name the shard.
         """
         if isinstance(self._source, Database | Shard) or self.lone():
             yield
             return
         shard = next(shard for shard in self._source.shards if shard.database is table.database)
-        if shard.down is not None:
+        if since is not None:
+            self._source.reach(shard, since)
+        elif shard.down is not None:
             raise shard.unavailable()
         try:
             with self._source.using(shard):

@@ -286,6 +286,24 @@ def test_keys_wait_for_their_shard_where_the_platform_was_told_so(
     assert [event.value for event in platform.shards[1].reader.read("orders")] == [b"1", b"2"]
 
 
+def test_messages_wait_for_their_shard_where_the_platform_was_told_so(
+    dsns: list[str], opened: Open, second: EmbeddedPostgres, until: Until
+) -> None:
+    platform = opened(*dsns, on_shard_down="wait", shard_timeout=60.0)
+    queue = Queue(platform, "jobs")
+    queue.send(b"1", key=LOST[0])
+    second.stop()
+    both = [NewMessage(b"2", key=LOST[0]), NewMessage(b"3", key=LEFT[0])]
+    waiting = threading.Thread(target=queue.send_all, args=(both,))
+    waiting.start()
+    until(lambda: platform.status()[1].state == "down")
+    queue.send(b"4", key=LEFT[0])
+    assert waiting.is_alive()
+    second.start()
+    waiting.join(60)
+    assert sorted(message.body for message in queue.receive(max_messages=9)) == [b"1", b"2", b"3", b"4"]
+
+
 def test_keys_wait_for_their_shard_for_shard_timeout_at_most(
     dsns: list[str], opened: Open, second: EmbeddedPostgres
 ) -> None:
@@ -293,6 +311,8 @@ def test_keys_wait_for_their_shard_for_shard_timeout_at_most(
     second.stop()
     with pytest.raises(ShardUnavailableError):
         platform.publisher.publish(publication(LOST[0]))
+    with pytest.raises(ShardUnavailableError):
+        Queue(platform, "jobs").send(b"1", key=LOST[0])
 
 
 def test_a_platform_opens_with_a_shard_that_is_down_and_takes_it_up_when_it_is_there(
