@@ -143,6 +143,12 @@ def _tell_of_consumers(platform: EventSQL, topic: str, redrives: int) -> None:
         )
 
 
+def _transfer_letters(platform: EventSQL, topic: str) -> None:
+    """Move the dead letters that still wait in the buffer: an event may have been given up a moment ago."""
+    if (source := platform.dead_letters.topic_of(topic)) is not None:
+        platform.transfer.run_once([source])
+
+
 def _source_partition(letter: DeadLetter) -> str:
     partition = str(letter.metadata.get(dead_letter_values.SOURCE_PARTITION, "-"))
     try:
@@ -218,9 +224,7 @@ def redrive(
     wanted = _letters(**conditions)
     with context.platform(transfer=execute) as platform:
         _check_consumer(platform, topic, wanted)
-        if (source := platform.dead_letters.topic_of(topic)) is not None:
-            # A letter that was given up a moment ago may still wait in the buffer.
-            platform.transfer.run_once([source])
+        _transfer_letters(platform, topic)
         _tell_of_backfills(platform, topic, wanted)
         if execute:
             redriven = platform.dead_letters.redrive(topic, wanted, limit=limit, again=again)
@@ -266,6 +270,7 @@ def dismiss(
     wanted = _letters(**conditions)
     with context.platform() as platform:
         _check_consumer(platform, topic, wanted)
+        _transfer_letters(platform, topic)
         _tell_of_backfills(platform, topic, wanted)
         if execute:
             dismissed = platform.dead_letters.dismiss(topic, wanted, limit=limit)

@@ -37,12 +37,13 @@ def test_a_dead_letter_is_redriven_once(run: Run, platform: EventSQL) -> None:
     assert "0 dead letters" in run("dlt", "redrive", TOPIC, "--execute").stderr
 
 
-def test_a_dead_letter_that_waits_in_the_buffer_is_redriven_too(run: Run, platform: EventSQL) -> None:
+@pytest.mark.parametrize("command", ["redrive", "dismiss"])
+def test_a_dead_letter_that_waits_in_the_buffer_is_settled_too(run: Run, platform: EventSQL, command: str) -> None:
     platform.publisher.publish(Publication(TOPIC, b"second"))
     platform.transfer.run_once()
     platform.consumers.consume_once(TOPIC, "mailer", fail)
     assert platform.buffered() == {f"{TOPIC}_dlt": 1}
-    assert "2 dead letters" in run("dlt", "redrive", TOPIC, "--execute").stderr
+    assert "2 dead letters" in run("dlt", command, TOPIC, "--execute").stderr
 
 
 def test_a_redrive_and_its_plan_say_that_consumers_which_have_handled_the_events_get_them_too(
