@@ -25,7 +25,7 @@ from eventsql_orchestration.database.binary import microseconds
 from eventsql_orchestration.database.load import disk_is_full, too_much
 from eventsql_orchestration.database.rows import fetch_first
 from eventsql_orchestration.database.translation import describe
-from eventsql_orchestration.errors import StuckEventError
+from eventsql_orchestration.errors import PermissionDeniedError, StuckEventError
 from eventsql_orchestration.forks import after_fork
 from eventsql_orchestration.model import BLOCKS, Topic
 from eventsql_orchestration.publishing import batch_sizes, copy_format
@@ -248,6 +248,12 @@ class LogWriter:
             if not batch.rows:
                 self._low_water.moved(topic, newest)
                 return 0
+            if batch.definition is None:
+                # A topic that was deleted has no log, which the statement has read.
+                raise PermissionDeniedError(
+                    f"the events of topic {topic!r} stay in the buffer of {self._database}: row security hides the "
+                    "topic's definition from the role of the transfer; `eventsql doctor` names the remedy"
+                )
             self._room.make(connection, topic, batch.last_id, blocks=batch.blocks)
             self._tried = batch.rows, batch.upto
             moved = self._mover.move(

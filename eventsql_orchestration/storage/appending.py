@@ -47,7 +47,7 @@ class BufferedBatch(NamedTuple):
 
     upto: int
     rows: int
-    definition: list[int]
+    definition: list[int] | None
     mixed: bool
     last_id: int | None
     blocks: bool

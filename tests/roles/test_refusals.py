@@ -472,3 +472,12 @@ def test_a_role_without_any_right_learns_which_it_lacks(as_: As, prefix: str) ->
     assert raised.value.role == f"{prefix}_login_0"
     assert f"`GRANT {prefix}_reader TO" in str(raised.value)
     assert all(kind in str(raised.value) for kind in grants.KINDS)
+
+
+def test_a_transfer_from_which_row_security_hides_a_topic_says_so(owner: EventSQL, as_: As) -> None:
+    owner.publisher.publish(Publication("orders", b"v"))
+    with owner.database.connection() as connection:
+        connection.execute("ALTER TABLE eventsql.topic ENABLE ROW LEVEL SECURITY")
+    with pytest.raises(PermissionDeniedError):
+        as_("transfer").transfer.run_once()
+    assert owner.transfer.run_once() == {"orders": 1}
