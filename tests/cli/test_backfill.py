@@ -230,6 +230,21 @@ def test_one_object_with_two_names_is_found(ledger: Ledger, tmp_path: Path) -> N
         launcher.close()
 
 
+def test_a_job_that_has_the_tag_of_backfills_and_no_asset_of_theirs_is_none(ledger: Ledger, tmp_path: Path) -> None:
+    file = tmp_path / "tagged.py"
+    file.write_text(
+        "import dagster as dg\n"
+        "from eventsql_orchestration.dagster.tags import BACKFILL_OF_TAG\n"
+        "defs = dg.Definitions(jobs=[dg.GraphDefinition('own').to_job(tags={BACKFILL_OF_TAG: 'orders/ledger'})])\n"
+    )
+    launcher = LocalRuns(CodeLocation(file), "orders", "ledger", environment={})
+    try:
+        with pytest.raises(ValidationError):
+            _ = launcher.job
+    finally:
+        launcher.close()
+
+
 def test_a_process_that_dies_before_its_run_does_not_give_the_reason_of_an_earlier_run(
     ledger: Ledger, tmp_path: Path
 ) -> None:

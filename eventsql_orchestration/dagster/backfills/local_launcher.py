@@ -61,13 +61,13 @@ class LocalRuns(Launcher):
         of = self._of
         name, definitions = self.location.load()
         for job in definitions.resolve_all_job_defs():
-            if job.tags.get(BACKFILL_OF_TAG) == of:
-                executable = job.asset_layer.executable_asset_keys
-                specs = (each for each in definitions.resolve_all_asset_specs() if each.key in executable)
-                asset = next(each for each in specs if ASSETS_METADATA in each.metadata)
-                assert isinstance(asset.partitions_def, dg.DynamicPartitionsDefinition), "given with the metadata"
-                assets = tuple(asset.metadata[ASSETS_METADATA].value)
-                return DagsterJob(job.name, assets, str(asset.partitions_def.name), of, repository=name)
+            if job.tags.get(BACKFILL_OF_TAG) != of:
+                continue
+            for asset in definitions.resolve_all_asset_specs():
+                if asset.key in job.asset_layer.executable_asset_keys and ASSETS_METADATA in asset.metadata:
+                    assert isinstance(asset.partitions_def, dg.DynamicPartitionsDefinition), "given with the metadata"
+                    assets = tuple(asset.metadata[ASSETS_METADATA].value)
+                    return DagsterJob(job.name, assets, str(asset.partitions_def.name), of, repository=name)
         raise ValidationError(f"{self.location} has no job for backfills of {of}: {DEFINE_IT}")
 
     def prepare(self, keys: Sequence[str]) -> None:
