@@ -132,7 +132,7 @@ _RIGHTS: Final[Mapping[str, tuple[str, ...]]] = {
         "SELECT ON SEQUENCE {s}.event_buffer_eql_id_seq",
         "SELECT (eql_topic, eql_last_event_id) ON {s}.consumer",
         "EXECUTE ON FUNCTION {s}.ensure_segments",
-        # Moving events of a repartitioned topic calls it, even where PUBLIC may not.
+        # Moving events calls it, even where PUBLIC may not.
         "EXECUTE ON FUNCTION {s}.partition_of_key",
     ),
     "publisher": (*_DEFINITIONS, *_PUBLISH),

@@ -141,7 +141,7 @@ class Repartitioner:
             guarded = partitions < current.partitions or legacy_writer_trigger.is_guarded(driver, schema, topic)
             if guarded:
                 legacy_writer_trigger.hold(driver, schema, topic)
-            drain(driver, schema, [(topic, current.partitions, current.layout)])
+            drain(driver, schema, [(topic, current.partitions)])
             after = segments.newest_id(driver, schema, topic)
             changed = {
                 "topic": topic, "layout": current.layout + 1, "partitions": partitions, "after": after, "since": None
@@ -163,24 +163,24 @@ class Repartitioner:
             return Repartitioning(topic, current.partitions, partitions, after, consumers)
 
 
-def drain(connection: psycopg.Connection[Any], schema: str, topics: Iterable[tuple[str, int, int]]) -> None:
+def drain(connection: psycopg.Connection[Any], schema: str, topics: Iterable[tuple[str, int]]) -> None:
     """Empty the buffer and lock it until the caller's transaction ends, which holds `topics`.
 
-    `topics` are names with their partitions and layouts. Raises `TooManyBufferedError`, `IdsChangedError`,
+    `topics` are names with their partitions. Raises `TooManyBufferedError`, `IdsChangedError`,
     `OpenPartsError` if decided events of publications over several shards are not in the buffer yet, and the driver's
     error if a publisher's transaction does not end in time.
     """
     mover, room, layout_queries = BufferMover(schema), LogRoom(schema), Queries("layouts", schema)
     wait_at_most(connection, BUFFER_SECONDS)
     logs = []
-    for topic, partitions, layout in topics:
+    for topic, partitions in topics:
         blocks = log_form.form_now(connection, schema, topic).writes_blocks
         # Advances a sequence that is behind its log: the caller takes the sequence's last id for the end of the log.
         room.make(connection, topic, None, blocks=blocks)
-        logs.append((topic, partitions, layout, blocks))
+        logs.append((topic, partitions, blocks))
     connection.execute(layout_queries("lock_buffer"))
     refuse_open_parts(connection, schema)
-    for topic, partitions, layout, blocks in logs:
+    for topic, partitions, blocks in logs:
         counted = {"topic": topic, "limit": MOST_BUFFERED + 1}
         buffered, size = fetch_one(connection, layout_queries("count_buffered"), counted)
         if buffered > MOST_BUFFERED or size > MOST_BYTES:
@@ -192,7 +192,7 @@ def drain(connection: psycopg.Connection[Any], schema: str, topics: Iterable[tup
         try:
             for (upto,) in connection.execute(layout_queries("buffered_parts"), parts, prepare=False).fetchall():
                 moved = mover.move(
-                    connection, topic, low_water=low_water, upto=upto, definition=[partitions, layout], mixed=True,
+                    connection, topic, low_water=low_water, upto=upto, partitions=partitions, mixed=True,
                     most=MOST_BUFFERED, after=room.last_id(topic),
                 )  # fmt: skip
                 room.drew(topic, moved.events)

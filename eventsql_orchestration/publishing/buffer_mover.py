@@ -35,21 +35,20 @@ class BufferMover:
 
     def move(
         self, connection: Connection, topic: str,
-        *, low_water: int, upto: int, definition: list[int], mixed: bool, most: int, after: int,
+        *, low_water: int, upto: int, partitions: int, mixed: bool, most: int, after: int,
         seconds: float = float("inf"),
     ) -> Moved:  # fmt: skip
         """Move the rows with `low_water < buffer id <= upto`, at most `most` blocks by one statement.
 
-        `definition` is the topic's number of partitions, and its layout. Without `mixed`, all rows were events at the
+        `partitions` is the topic's number of partitions. Without `mixed`, all rows were events at the
         last look: one statement moves them, up to the first block that was committed since. If such a block is before
         all events, the rows are moved as with `mixed`. `after` is the last id of the log. After `seconds`, no further
         statement begins. Raises as `StagedBlocks.move` and `LogAppender.move`.
         """
-        partitions, layout = definition
         bounds = {"low_water": low_water, "upto": upto}
         moved, end = 0, time.monotonic() + seconds
         if not mixed:
-            moved = self._log.move(connection, topic, **bounds, partitions=partitions, layout=layout, after=after)
+            moved = self._log.move(connection, topic, **bounds, partitions=partitions, after=after)
             if moved:
                 return Moved(moved, whole=True)
         tried: int | None = None
@@ -63,9 +62,7 @@ class BufferMover:
                 return Moved(moved, whole=False)
             tried = buffer_id
             if partition >= -1:
-                moved += self._log.move(
-                    connection, topic, **bounds, partitions=partitions, layout=layout, after=after + moved
-                )
+                moved += self._log.move(connection, topic, **bounds, partitions=partitions, after=after + moved)
             elif partition != REFERENCE:
                 raise psycopg.errors.DataException(f"row {buffer_id} of the buffer has the partition {partition}")
             else:

@@ -248,7 +248,7 @@ class LogWriter:
             if not batch.rows:
                 self._low_water.moved(topic, newest)
                 return 0
-            if batch.definition is None:
+            if batch.partitions is None:
                 # A topic that was deleted has no log, which the statement has read.
                 raise PermissionDeniedError(
                     f"the events of topic {topic!r} stay in the buffer of {self._database}: row security hides the "
@@ -257,7 +257,7 @@ class LogWriter:
             self._room.make(connection, topic, batch.last_id, blocks=batch.blocks)
             self._tried = batch.rows, batch.upto
             moved = self._mover.move(
-                connection, topic, low_water=mark, upto=batch.upto, definition=batch.definition, mixed=batch.mixed,
+                connection, topic, low_water=mark, upto=batch.upto, partitions=batch.partitions, mixed=batch.mixed,
                 most=batch.rows, after=self._room.last_id(topic), seconds=batch_sizes.BATCH_SECONDS,
             )  # fmt: skip
             self._room.drew(topic, moved.events)
@@ -402,7 +402,7 @@ class LogWriter:
         assert state.definition is not None, "it is the publisher's"
         try:
             moved = self._mover.move(
-                connection, topic, low_water=mark, upto=state.upto, definition=state.definition, mixed=True,
+                connection, topic, low_water=mark, upto=state.upto, partitions=state.definition[0], mixed=True,
                 most=found, after=self._room.last_id(topic),
             )  # fmt: skip
         except psycopg.Error as error:

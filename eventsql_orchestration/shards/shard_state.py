@@ -190,10 +190,10 @@ class ShardStore:
                     )
                 return False
             topics = fetch_all(driver, self._queries("topics"))
-            for topic, _, _ in topics:
+            for topic, _ in topics:
                 driver.execute(self._log("await_topic"), {"topic": topic})
             drain(driver, self._database.schema, topics)
-            for topic, _, _ in topics:
+            for topic, _ in topics:
                 fence = segments.newest_id(driver, self._database.schema, topic)
                 driver.execute(self._queries("add_fence"), {"generation": generation, "topic": topic, "fence": fence})
             driver.execute(self._queries("add_generation"), {"generation": generation, "shards": sorted(names)})

@@ -42,12 +42,12 @@ class BufferedBatch(NamedTuple):
     """The next rows of a topic in the buffer: the last buffer id, 0 without rows, and the number.
 
     A row is an event, holds a block, or refers to a staged block. `mixed`: some rows are not events. `full`: more rows
-    may follow. The other fields are as in `TopicState`.
+    may follow. `partitions` is None if the topic does not exist. The other fields are as in `TopicState`.
     """
 
     upto: int
     rows: int
-    definition: list[int] | None
+    partitions: int | None
     mixed: bool
     last_id: int | None
     blocks: bool
@@ -114,20 +114,19 @@ class LogAppender:
         return None if row is None else (row[0], row[1])
 
     def move(
-        self, connection: Connection, topic: str, *, low_water: int, upto: int, partitions: int, layout: int, after: int
+        self, connection: Connection, topic: str, *, low_water: int, upto: int, partitions: int, after: int
     ) -> int:
         """Move events with `low_water < buffer id <= upto`, up to the first block, to the end of the log.
 
         They keep their order. Gives their number.
 
-        `partitions` and `layout` are the topic's: a publisher that knows no layouts may have chosen partitions by an
-        earlier layout. `after` is the last id of the log. If its sequence is set back at that moment, a log in blocks
+        `partitions` is the topic's number of partitions: an event that names none of them gets the partition of its
+        key. `after` is the last id of the log. If its sequence is set back at that moment, a log in blocks
         refuses the events (`CheckViolation`), and a log in rows does not: see `last_id`.
         """
-        name = "move" if layout == 1 else "move_into_layout"
         blocks = log_form.form(connection, self._schema, topic).writes_blocks
         values = {"topic": topic, "low_water": low_water, "upto": upto, "partitions": partitions, "after": after}
-        moved = connection.execute(self._queries.writing(connection, name, topic), values)
+        moved = connection.execute(self._queries.writing(connection, "move", topic), values)
         return sum(events for (events,) in moved) if blocks else moved.rowcount
 
     def move_blocks(

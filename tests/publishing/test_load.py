@@ -347,7 +347,7 @@ def test_the_buffer_is_emptied_in_parts_of_some_size(
     publish(platform, *range(9))
     refuse(4)
     with platform.database.core() as connection:
-        repartitioning.drain(driver_connection(connection), "eventsql", [("orders", -1, 1)])
+        repartitioning.drain(driver_connection(connection), "eventsql", [("orders", -1)])
     assert read(platform) == list(range(9))
     assert sizes(session) == [3, 4, 2]
 

@@ -30,12 +30,14 @@ from eventsql_orchestration.errors import (
     PermissionDeniedError,
     TopicNotFoundError,
 )
+from eventsql_orchestration.model import BLOCKS, ROWS, Storage
 from eventsql_orchestration.publishing import low_water, transfer
 from eventsql_orchestration.publishing.buffer_mover import Moved
 from eventsql_orchestration.publishing.log_writer import LogWriter
 from eventsql_orchestration.publishing.transfer import Transfer
 from eventsql_orchestration.storage import sequences
 from eventsql_orchestration.threads import start_thread
+from eventsql_orchestration.topics.partitioner import partition_of_key
 from tests.forms import check_order, in_blocks, none_is, stored
 from tests.interrupting import interrupted
 from tests.publishing.conftest import order, prepare
@@ -87,6 +89,24 @@ def test_an_event_keeps_everything_and_the_time_of_its_publication(platform: Eve
     assert (event.topic, event.key, event.value, event.metadata) == ("orders", "42", b"x", {"source": "web"})
     assert (event.partition, event.buffered_at) == row
     assert event.created_at > event.buffered_at
+
+
+@pytest.mark.parametrize("storage", [BLOCKS, ROWS])
+@pytest.mark.parametrize("partition", [-1, 2, 99])
+def test_an_event_that_names_a_partition_that_its_topic_lacks_gets_one_that_consumers_read(
+    platform: EventSQL, storage: Storage, partition: int
+) -> None:
+    platform.registry.register_topic(Topic("two", 2, storage=storage))
+    with platform.database.connection() as another_program:
+        another_program.execute(
+            "INSERT INTO eventsql.event_buffer (eql_topic, eql_partition, eql_key, eql_value, eql_metadata) "
+            "VALUES ('two', %(partition)s, 'a', '', '{}'), ('two', %(partition)s, NULL, '', '{}')",
+            {"partition": partition},
+        )
+    platform.transfer.run_once()
+    with_key, without = [event.partition for event in platform.reader.read("two")]
+    assert with_key == partition_of_key("a", 2)
+    assert without in {0, 1}
 
 
 def test_events_of_every_kind_of_publisher_are_moved(platform: EventSQL, dsn: str, sessions: Sessions) -> None:

@@ -136,8 +136,8 @@ def test_buffered_events_are_moved_in_their_order_behind_the_log(log: Log) -> No
         log.platform.publisher.publish(Publication(TOPIC, b"b%d" % number, partition=number % 2))
     with log.session.transaction():
         batch = appender.batch(log.session, TOPIC, low_water=0, newest=MAX_OFFSET, limit=3, size=MAX_OFFSET)
-        assert (batch.rows, batch.definition, batch.mixed, batch.last_id) == (3, [3, 1], False, 1)
-        moved = appender.move(log.session, TOPIC, low_water=0, upto=batch.upto, partitions=3, layout=1, after=0)
+        assert (batch.rows, batch.partitions, batch.mixed, batch.last_id) == (3, 3, False, 1)
+        moved = appender.move(log.session, TOPIC, low_water=0, upto=batch.upto, partitions=3, after=0)
         state = appender.state(log.session, TOPIC, low_water=batch.upto, limit=10, events=5)
     assert moved == 3
     moved_events = reader.read(log.session, TOPIC, after=1)
@@ -148,8 +148,7 @@ def test_buffered_events_are_moved_in_their_order_behind_the_log(log: Log) -> No
     assert (state.definition, state.buffered, state.last_id, state.drawn) == ([3, 1], 1, 4, None)
 
 
-@pytest.mark.parametrize("layout", [1, 2])
-def test_buffered_events_are_moved_in_the_order_of_their_ids_if_the_server_uses_no_index(log: Log, layout: int) -> None:
+def test_buffered_events_are_moved_in_the_order_of_their_ids_if_the_server_uses_no_index(log: Log) -> None:
     for number in range(4):
         log.platform.publisher.publish(Publication(TOPIC, b"b%d" % number, partition=0))
     with log.session.transaction():
@@ -159,7 +158,7 @@ def test_buffered_events_are_moved_in_the_order_of_their_ids_if_the_server_uses_
             log.session.execute(f"SET LOCAL enable_{scan} TO off")
         batch = appender.batch(log.session, TOPIC, low_water=0, newest=MAX_OFFSET, limit=3, size=MAX_OFFSET)
         state = appender.state(log.session, TOPIC, low_water=0, limit=3, events=0)
-        moved = appender.move(log.session, TOPIC, low_water=0, upto=batch.upto, partitions=3, layout=layout, after=0)
+        moved = appender.move(log.session, TOPIC, low_water=0, upto=batch.upto, partitions=3, after=0)
     assert (batch.rows, state.upto, moved) == (3, batch.upto, 3)
     assert [event.value for event in reader.read(log.session, TOPIC)] == [b"b3", b"b2", b"b1"]
 
@@ -189,7 +188,7 @@ def test_a_moved_event_of_a_lost_partition_gets_one_that_the_topic_has(log: Log)
     log.platform.publisher.publish(Publication(TOPIC, b"v", partition=2))
     with log.session.transaction():
         batch = appender.batch(log.session, TOPIC, low_water=0, newest=MAX_OFFSET, limit=1, size=MAX_OFFSET)
-        appender.move(log.session, TOPIC, low_water=0, upto=batch.upto, partitions=1, layout=2, after=0)
+        appender.move(log.session, TOPIC, low_water=0, upto=batch.upto, partitions=1, after=0)
     assert [event.partition for event in reader.read(log.session, TOPIC)] == [0]
 
 

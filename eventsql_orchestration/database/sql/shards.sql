@@ -27,8 +27,8 @@ ON CONFLICT DO NOTHING;
 -- activate -- Let this shard take events.
 UPDATE {schema}.shard SET eql_active = true;
 
--- topics -- The names of all topics, and how they are defined.
-SELECT eql_name, eql_partitions, eql_layout FROM {schema}.topic ORDER BY eql_name;
+-- topics -- The names of all topics, and their partitions.
+SELECT eql_name, eql_partitions FROM {schema}.topic ORDER BY eql_name;
 
 -- add_fence -- Note where a topic's log ends when a generation begins.
 INSERT INTO {schema}.shard_fence (eql_generation, eql_topic, eql_fence) VALUES (%(generation)s, %(topic)s, %(fence)s);

@@ -66,14 +66,14 @@ SELECT count(*) FROM {schema}.{row_store} WHERE eql_id > %(after)s;
 COPY {schema}.{row_store} (eql_buffered_at, eql_created_at, eql_key, eql_value, eql_metadata, eql_partition)
 FROM STDIN (FORMAT binary);
 
--- batch_end -- A batch of at most `limit` rows of the buffer: its last id, the number of rows, the topic's partitions and
--- layout, whether there are blocks in it, the last id of the log, the bytes of single events, and the log's form.
+-- batch_end -- A batch of at most `limit` rows of the buffer: its last id, the number of rows, the topic's
+-- partitions, whether there are blocks in it, the last id of the log, the bytes of single events, and the log's form.
 -- Every read of the buffer compares (topic, id): otherwise the server might walk over all other topics, because the
 -- buffer fills and empties faster than its statistics change.
 WITH own AS MATERIALIZED (
     {found}
 )
-SELECT coalesce(max(eql_id), 0), count(*), (SELECT ARRAY[eql_partitions, eql_layout] FROM {schema}.topic WHERE eql_name = %(topic)s),
+SELECT coalesce(max(eql_id), 0), count(*), (SELECT eql_partitions FROM {schema}.topic WHERE eql_name = %(topic)s),
        coalesce(bool_or(eql_partition < -1), false), {last_id_by_own},
        coalesce(sum(octet_length(eql_value) + pg_column_size(eql_metadata)), 0), {form_by_own}
 FROM (
@@ -110,7 +110,8 @@ WITH moved AS (
 -- part into_rows -- Write events to the topic's log.
 INSERT INTO {schema}.{row_store} (eql_partition, eql_key, eql_value, eql_buffered_at, eql_created_at, eql_metadata)
 
--- part new_partition -- The partition of an event after a repartitioning: its own, if the topic still has it.
+-- part own_partition -- The partition of an event: the one that it names, if the topic has it. The topic may have lost the
+-- partition since, or a program that writes into the buffer by itself has named another one, which no consumer reads.
 CASE
     WHEN (eql_partition >= 0 AND eql_partition < %(partitions)s) OR %(partitions)s < 0 THEN eql_partition
     WHEN eql_key IS NOT NULL THEN {schema}.partition_of_key(eql_key, %(partitions)s)
@@ -121,14 +122,7 @@ END
 -- after the lock, so times grow with ids.
 {moved}
 {into_rows}
-SELECT eql_partition, eql_key, eql_value, eql_created_at, statement_timestamp(), eql_metadata
-FROM moved
-ORDER BY eql_id;
-
--- move_into_layout -- As `move`, after a repartitioning.
-{moved}
-{into_rows}
-SELECT {new_partition}, eql_key, eql_value, eql_created_at, statement_timestamp(), eql_metadata
+SELECT {own_partition}, eql_key, eql_value, eql_created_at, statement_timestamp(), eql_metadata
 FROM moved
 ORDER BY eql_id;
 

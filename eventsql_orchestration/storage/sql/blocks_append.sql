@@ -43,11 +43,8 @@ ORDER BY packed.first
 RETURNING eql_events
 
 -- move -- Move buffered events to the end of the topic's log, in the order of their buffer ids.
-{moved}, placed AS (SELECT * FROM moved), {packed};
-
--- move_into_layout -- As `move`, after a repartitioning.
 {moved}, placed AS (
-    SELECT eql_id, {new_partition} AS eql_partition, eql_key, eql_value, eql_created_at, eql_metadata
+    SELECT eql_id, {own_partition} AS eql_partition, eql_key, eql_value, eql_created_at, eql_metadata
     FROM moved
 ), {packed};
 
