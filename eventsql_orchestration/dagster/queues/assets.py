@@ -103,7 +103,6 @@ class WorkerDefinition:
     job: dg.UnresolvedAssetJobDefinition
     sensor: dg.SensorDefinition
     key: dg.AssetKey
-    limits: WorkLimits
     publishes: tuple[Topic, ...]
 
     def register(self, platform: EventSQL) -> QueueDefinition:
@@ -172,7 +171,7 @@ def worker_asset(
         )
         sensor = build_sensor(QueueWatch(queue, asset_name, limits, job.name, ticks), job, default_status)
         created = tuple(topic for topic in topics if isinstance(topic, Topic))
-        return WorkerDefinition(queue, declared, asset, job, sensor, step.key, limits, created)
+        return WorkerDefinition(queue, declared, asset, job, sensor, step.key, created)
 
     return decorate
 

@@ -26,7 +26,6 @@ _THIS_SERVER: Final = (
 class EmbeddedServer:
     """A running embedded server. Its text form leaves the password out; `dsn` carries it."""
 
-    directory: Path
     data_directory: Path
     port: int
     pid: int

@@ -345,7 +345,7 @@ class EmbeddedPostgres:
 
     def _server(self, postmaster: Postmaster) -> EmbeddedServer:
         password = (self.directory / "password").read_text().strip()
-        return EmbeddedServer(self.directory, self._data, postmaster.port, postmaster.pid, password)
+        return EmbeddedServer(self._data, postmaster.port, postmaster.pid, password)
 
     def _port(self) -> int:
         """The port kept from the last start while it is free, else another, which is kept from now on."""
