@@ -21,6 +21,7 @@ from contextlib import ExitStack, suppress
 from typing import Any, Final, TypeAlias
 
 from eventsql_orchestration.errors import BenchmarkError
+from eventsql_orchestration.signals import ending
 
 Report: TypeAlias = Callable[[str, int, int], None]
 """Takes the name of a step, the number of its events that are done, and the number of all its events."""
@@ -102,9 +103,9 @@ class Crew:
             worker.close_input()
 
         deadline = time.monotonic() + _END_SECONDS
-        with self._outputs, ExitStack() as ending:
+        with self._outputs, ExitStack() as ends:
             for worker in self._workers:
-                ending.callback(worker.end, deadline)
+                ends.callback(worker.end, deadline)
 
     def start(
         self, role: Callable[..., dict[str, Any]], label: str, *arguments: object, **options: object
@@ -148,9 +149,8 @@ class Crew:
 
     def _end_of(self, worker: WorkerProcess) -> None:
         if worker.outcome is None:
-            code, said = worker.process.wait(), worker.last_words()
-            ending = f"of signal {-code}" if code < 0 else f"with exit code {code}"
-            raise BenchmarkError(f"{worker.label} died {ending}, so there is no figure{said and f': {said}'}")
+            how, said = ending(worker.process.wait()), worker.last_words()
+            raise BenchmarkError(f"{worker.label} {how}, so there is no figure{said and f': {said}'}")
 
     def _note(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
         match message:

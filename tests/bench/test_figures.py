@@ -401,7 +401,7 @@ def test_a_program_that_ends_by_itself_fails_the_figure_with_its_last_words(sess
         crew.start(roles.run_program, "the server", command=command, directory=str(tmp_path), environment={})
         crew.go()
         crew.wait(lambda: False, limit=PATIENCE, what="the server")
-    assert "the server died with exit code 1" in str(raised.value)
+    assert "the server ended with exit code 1" in str(raised.value)
     assert "the disk is full" in str(raised.value)
 
 

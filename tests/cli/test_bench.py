@@ -179,7 +179,7 @@ def test_a_process_that_dies_fails_the_run_with_its_error(start: Start, platform
     workers[0].kill()
     output, errors = process.communicate(timeout=PATIENCE)
     assert (process.returncode, output) == (1, b"")
-    assert b"publisher 1 died of signal 9, so there is no figure" in errors
+    assert b"publisher 1 was killed by SIGKILL, so there is no figure" in errors
     assert psutil.wait_procs(workers, timeout=PATIENCE)[1] == []
     assert tables(platform) == set()
 
