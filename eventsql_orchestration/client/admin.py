@@ -31,7 +31,7 @@ from eventsql_orchestration.shards.bootstrap import unnamed
 from eventsql_orchestration.shards.cluster import ONE_SHARD, Cluster
 from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.shards.two_phase_coordinator import SUPERSEDED_SECONDS, TwoPhaseCoordinator, Unfinished
-from eventsql_orchestration.threads import start_thread
+from eventsql_orchestration.threads import Wake, start_thread
 from eventsql_orchestration.topics.catalog import choose_partitions
 from eventsql_orchestration.topics.positions import AtOffset, Position
 from eventsql_orchestration.validation import Duration, in_seconds
@@ -348,10 +348,14 @@ class ClusterRetainer:
     def run(self, stop: threading.Event, *, every: Duration = RUN_SECONDS) -> None:
         """Run once every `every` seconds until `stop` is set. Each shard has a thread, also a shard that joins."""
         running: dict[Shard, threading.Thread] = {}
-        while not stop.is_set():
-            for shard in self._cluster.shards:
-                if shard not in running:
-                    running[shard] = start_thread("retention", shard.retention.run, stop, every=every)
-            stop.wait(1.0)
+        ending = Wake()
+        try:
+            while not stop.is_set():
+                for shard in self._cluster.shards:
+                    if shard not in running:
+                        running[shard] = start_thread("retention", shard.retention.run, ending, every=every)
+                stop.wait(1.0)
+        finally:
+            ending.set()
         for thread in running.values():
             thread.join()

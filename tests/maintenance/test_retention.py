@@ -383,3 +383,15 @@ def test_two_that_retain_at_once_do_not_disturb_each_other(
         assert other.retention.run_once() == [], "the other one is at it"
         reading.commit()
         assert retaining.result()[0].segments == 2
+
+
+def test_a_retention_that_is_interrupted_leaves_no_thread_that_goes_on(platform: EventSQL) -> None:
+    class Interrupted(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            if threading.current_thread() is threading.main_thread():
+                raise KeyboardInterrupt
+            return super().wait(timeout)
+
+    with pytest.raises(KeyboardInterrupt):
+        platform.retention.run(Interrupted())
+    wait_until(lambda: "eventsql-retention" not in {each.name for each in threading.enumerate()}, "the thread's end")
