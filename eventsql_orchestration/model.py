@@ -310,11 +310,11 @@ class Event:
 
     @property
     def buffered_at(self) -> datetime:
-        return _decoded_time(self._buffered_at)
+        return decoded_time(self._buffered_at)
 
     @property
     def created_at(self) -> datetime:
-        return _decoded_time(self._created_at)
+        return decoded_time(self._created_at)
 
     @property
     def metadata(self) -> Mapping[str, Any]:
@@ -361,7 +361,8 @@ def how_often(times: int | str) -> str:
     return "once" if str(times) == "1" else f"{times} times"
 
 
-def _decoded_time(time: datetime | int) -> datetime:
+def decoded_time(time: datetime | int) -> datetime:
+    """A time as `Event` takes it; the nearest time that Python has."""
     if not isinstance(time, int):
         return time
     try:

@@ -21,7 +21,7 @@ from typing import Any, Final, TypeAlias
 
 from eventsql_orchestration.consumer import ConsumerState
 from eventsql_orchestration.errors import ValidationError
-from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, MAX_PARTITIONS, Event, Publication, Topic
+from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, MAX_PARTITIONS, Event, Publication, Topic, decoded_time
 from eventsql_orchestration.validation import (
     NO_METADATA,
     check_metadata,
@@ -131,8 +131,9 @@ class DeadLetter(Event):
     __slots__ = ("_dismissed_at", "_redriven_at", "shard")
 
     def __init__(
-        self, topic: str, *columns: Any, redriven_at: datetime | None = None, dismissed_at: datetime | None = None
-    ) -> None:
+        self, topic: str, *columns: Any,
+        redriven_at: datetime | int | None = None, dismissed_at: datetime | int | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(topic, *columns)
         self._redriven_at = redriven_at
         self._dismissed_at = dismissed_at
@@ -140,11 +141,11 @@ class DeadLetter(Event):
 
     @property
     def redriven_at(self) -> datetime | None:
-        return self._redriven_at
+        return None if self._redriven_at is None else decoded_time(self._redriven_at)
 
     @property
     def dismissed_at(self) -> datetime | None:
-        return self._dismissed_at
+        return None if self._dismissed_at is None else decoded_time(self._dismissed_at)
 
     @property
     def consumer(self) -> str | None:

@@ -9,6 +9,7 @@ from typing import Final
 
 import psycopg
 from psycopg import sql
+from psycopg.types.numeric import Int8BinaryLoader
 from psycopg.types.string import TextBinaryLoader
 
 from eventsql_orchestration.boundary import checked
@@ -315,7 +316,8 @@ class DeadLetters:
 
     def _read(self, connection: Connection, source: str, ids: Sequence[int]) -> Sequence[DeadLetter]:
         cursor = connection.cursor()
-        # As in `LogReader.read`: one letter's metadata that cannot be decoded must not hold up the others.
+        # As in `LogReader.read`: one letter's metadata or time that Python lacks must not hold up the others.
+        cursor.adapters.register_loader("timestamptz", Int8BinaryLoader)
         cursor.adapters.register_loader("json", TextBinaryLoader)
         values = {"letters": source, "ids": ids}
         rows = cursor.execute(self._letters("letters", topic=source), values, binary=True, prepare=False)

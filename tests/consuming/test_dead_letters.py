@@ -683,3 +683,19 @@ def test_a_letter_that_another_program_wrote_holds_up_no_other(platform: EventSQ
     assert len(platform.dead_letters.list("orders", LetterFilter(consumer="mailer", exception="KeyError"))) == 3
     assert platform.dead_letters.of_backfills("orders") == {}
     assert platform.dead_letters.redrive("orders") == 8
+
+
+@pytest.mark.parametrize("time", ["infinity", "-infinity"])
+def test_a_letter_with_a_time_that_python_lacks_holds_up_no_other(platform: EventSQL, time: str) -> None:
+    """As a program may write it that inserts events with times of its own."""
+    with platform.database.connection() as connection:
+        connection.execute(
+            "INSERT INTO eventsql.event_buffer (eql_topic, eql_partition, eql_value, eql_metadata, eql_created_at) "
+            "VALUES ('orders_dlt', -1, '', '{}', %s::timestamptz)",
+            [time],
+        )
+    platform.transfer.run_once()
+    *_, odd = platform.dead_letters.list("orders")
+    assert odd.buffered_at.year == {"infinity": 9999, "-infinity": 1}[time]
+    assert platform.dead_letters.redrive("orders") == 8
+    assert None not in [letter.redriven_at for letter in platform.dead_letters.list("orders")]
