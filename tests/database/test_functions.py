@@ -21,17 +21,17 @@ FILES = {
 REVISIONS = {path.name: path.read_text() for path in Path(migrations.__file__).parent.glob("versions/*.py")}
 
 NEWEST = {
-    "capture": ("0070", "3e175cc7004af46a"),
+    "capture": ("0076", "5554a69765f62f97"),
     "capture_changes": ("0073", "c0aa5c135cf0c609"),
-    "consuming": ("0063", "bdf389b297ce5d3c"),
+    "consuming": ("0076", "b24040b98781ea6a"),
     "guards": ("0008", "ac9067bf381c0192"),
     "layouts": ("0063", "d80ef76fba92bdcf"),
     "leftovers": ("0025", "cfa11eda1ea84138"),
     "log": ("0069", "5f1e3be3cf8fecd1"),
     "publishing": ("0063", "de8e35eb28fe48e9"),
     "queue": ("0063", "7b098d53469a7a1b"),
-    "queue_receiving": ("0065", "f109bd6877e62b7f"),
-    "queue_sending": ("0075", "182543145decbb56"),
+    "queue_receiving": ("0076", "fd6d8a4d2c395eae"),
+    "queue_sending": ("0076", "a8396c583f9572cc"),
     "queue_settling": ("0071", "f1c94bc5f308a7d9"),
     "reading": ("0063", "7bfb14c734beb928"),
     "store": ("0023", "b23aa28548abfbba"),

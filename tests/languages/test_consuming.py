@@ -665,6 +665,7 @@ REFUSED = [
     "commit({claim}, {epoch}, {after})", "commit({claim}, {epoch}, {beyond})",
     "fail({claim}, {epoch}, {beyond}, 'x')",
     "fail({claim}, {epoch}, {after}, 'x')", "fail({claim}, {epoch}, NULL, 'x')",
+    "fail({claim}, {epoch}, (-9223372036854775808)::bigint, 'x')",
 ]  # fmt: skip
 
 

@@ -101,7 +101,7 @@ BEGIN
     IF NOT present OR NOT EXISTS (
         SELECT FROM pg_index i
         WHERE i.indrelid = of_table AND i.indisunique AND i.indimmediate AND i.indisvalid
-          AND i.indpred IS NULL AND i.indexprs IS NULL AND i.indnkeyatts = cardinality(key_numbers)
+          AND i.indpred IS NULL AND i.indnkeyatts = cardinality(key_numbers)
           AND (i.indkey::smallint[])[0:i.indnkeyatts - 1] <@ key_numbers
     ) THEN
         missing := 'has no unique key on ' || array_to_string(captured.eql_key_names, ', ');

@@ -298,7 +298,7 @@ BEGIN
     -- From here on, an erasure waits for the end of this transaction before it looks for copies. So the event that is
     -- read below is erased already, or the erasure finds the copy.
     PERFORM pg_advisory_xact_lock_shared(hashtextextended({literal} || '.' || held.topic, 6074604));
-    SELECT * INTO failed FROM {schema}.partition_events(held.topic, held.partition, event - 1, event);
+    SELECT * INTO failed FROM {schema}.partition_events(held.topic, held.partition, greatest(event, 1) - 1, event);
     IF NOT FOUND OR event <= held.after OR event > held.upto THEN
         RAISE EXCEPTION 'claim % has no event %', claim, coalesce(event::text, 'NULL')
             USING ERRCODE = 'invalid_parameter_value', HINT = 'Pass the id of an event that this claim fetched.';

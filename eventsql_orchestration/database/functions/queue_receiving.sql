@@ -21,7 +21,7 @@ BEGIN
     UPDATE {schema}.queue_message m
     SET eql_id = DEFAULT, eql_queue = to_queue, eql_origin = of_queue, eql_receives = 0, eql_unhandled = 0,
         eql_receipt = NULL,
-        eql_visible_at = clock_timestamp(), eql_due_at = NULL,
+        eql_visible_at = clock_timestamp(),
         eql_in_order = ordered AND m.eql_key IS NOT NULL AND (m.eql_in_order OR pg_column_size(m.eql_key) <= 2600),
         eql_history = {schema}.note_of_message(
             {schema}.note_of_message(m.eql_history, m.eql_receipt, m.eql_visible_at),

@@ -86,7 +86,7 @@ BEGIN
         WHERE json_typeof(given.metadata::json) <> 'object'
            OR octet_length(given.metadata) > 2 AND EXISTS (
                SELECT FROM json_each(given.metadata::json) field
-               HAVING coalesce(bool_or(json_typeof(field.value) <> 'string'), false)
+               HAVING bool_or(json_typeof(field.value) <> 'string')
                    OR count(*) <> count(DISTINCT field.key)
                    OR sum(octet_length(field.key) + octet_length(field.value #>> '{}')) > 16777216
            );
@@ -259,7 +259,7 @@ DECLARE
 BEGIN
     -- Without deduplication ids, a queue without order takes a shorter way.
     ids := {schema}.queue_send_all(
-        queue, ARRAY[body], ARRAY[key], ARRAY[metadata], ARRAY[coalesce(delay, 0)], ARRAY[coalesce(priority, 0)],
+        queue, ARRAY[body], ARRAY[key], ARRAY[metadata], ARRAY[delay], ARRAY[priority],
         CASE WHEN deduplication_id IS NOT NULL THEN ARRAY[deduplication_id] END
     );
     RETURN ids[1];
