@@ -80,6 +80,14 @@ def test_without_the_packages_of_spark_connect_each_run_starts_its_spark(
         assert "spark.remote" not in Path(environment[SPARK_CONFIG_VARIABLE]).read_text()
 
 
+def test_with_the_option_cold_spark_each_run_starts_its_spark(
+    dsn: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(SPARK_CONFIG_VARIABLE, raising=False)
+    with rounds.prepared(CliContext(dsn=dsn), directory, cold_spark=True) as (_, environment, _):
+        assert "spark.remote" not in Path(environment[SPARK_CONFIG_VARIABLE]).read_text()
+
+
 @pytest.mark.nightly
 def test_a_warm_spark_that_dies_is_started_again_and_ends_with_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
