@@ -9,7 +9,9 @@ from unittest.mock import Mock
 
 import dagster as dg
 import pytest
+import requests
 from dagster_pyspark import LazyPySparkResource
+from py4j.protocol import Py4JError  # type: ignore[import-untyped]  # it has no types
 from pyspark.sql import SparkSession
 
 from eventsql_orchestration.dagster.io.spark_progress import (
@@ -89,6 +91,15 @@ def test_a_block_may_stop_its_session() -> None:
             "statusTracker.side_effect": AttributeError, "setLocalProperty.side_effect": AttributeError,
         })  # fmt: skip
     assert watching() == 0
+    assert progress.metadata() == {}
+
+
+@pytest.mark.parametrize("error", [Py4JError("no answer"), requests.ConnectionError("no answer")])
+def test_a_block_does_not_fail_if_spark_gives_no_figures(error: Exception) -> None:
+    session, context = Mock(), Mock()
+    session.sparkContext.statusTracker.side_effect = error
+    with spark_progress(context, session, every=0.01) as progress:
+        wait_until(lambda: session.sparkContext.statusTracker.call_count > 1, "Spark is asked again")
     assert progress.metadata() == {}
 
 
