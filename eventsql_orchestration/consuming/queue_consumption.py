@@ -415,12 +415,10 @@ class QueueConsumption(Running):
                 return
             self._backlog.clear()
         logger.warning("%s lost its lease: its events are handed out again", self._name)
-        began = time.monotonic()
         worker = self._deliveries.register(owner_name())
         with self._working:
-            self._worker, self._lease_until = worker, began + self._lease
+            self._worker = worker
             self._due = dict.fromkeys(self._due, 0.0)
-            self._working.notify_all()
             self._fetching.notify()
 
     def _leave(self) -> None:

@@ -197,7 +197,11 @@ def test_without_order_a_slow_event_holds_up_none(platform: EventSQL, until: Unt
         halt.end()
 
 
-def test_a_failing_event_is_tried_again_before_the_later_ones_of_its_key(platform: EventSQL, until: Until) -> None:
+def test_a_failing_event_is_tried_again_before_the_later_ones_of_its_key(
+    platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nothing but its delay causes the next call for it.
+    monkeypatch.setattr(queue_consumption, "IDLE_POLLING", 3_600.0)
     ids = fill(platform, "abaab")
     failures = iter([ValueError("one"), ValueError("two")])
 
@@ -206,7 +210,7 @@ def test_a_failing_event_is_tried_again_before_the_later_ones_of_its_key(platfor
             raise error
 
     seen = Seen(fail)
-    with platform.consumers.start_queue("payments", "mailer", seen, polling_delay=POLLING):
+    with platform.consumers.start_queue("payments", "mailer", seen, polling_delay=3_600.0):
         until(lambda: at_rest(platform))
     assert [each for each in seen.ids if each in {ids[0], ids[2], ids[3]}] == [ids[0]] * 3 + ids[2:4]
 
@@ -880,6 +884,7 @@ def test_a_process_that_lost_its_lease_commits_nothing_and_begins_anew(
     platform: EventSQL, until: Until, halt: Halt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(queue_consumption, "HEARTBEATS", 100_000)
+    monkeypatch.setattr(queue_consumption, "IDLE_POLLING", 3_600.0)
     ids = fill(platform, "aab")
     gate = threading.Event()
     first = iter([gate.wait])
@@ -889,7 +894,7 @@ def test_a_process_that_lost_its_lease_commits_nothing_and_begins_anew(
             next(first, halt)()
 
     seen = Seen(handle)
-    with platform.consumers.start_queue("payments", "mailer", seen, lease=3_600.0, polling_delay=POLLING):
+    with platform.consumers.start_queue("payments", "mailer", seen, lease=3_600.0, polling_delay=3_600.0):
         until(lambda: kept(platform) == ids[:2])
         with platform.database.connection() as connection:
             connection.execute("DELETE FROM eventsql.consumer_worker")
