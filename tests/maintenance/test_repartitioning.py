@@ -478,6 +478,16 @@ def test_a_consumer_that_is_held_back_is_of_the_layout_in_which_it_stands(platfo
     orders.check()
 
 
+def test_a_held_consumer_without_partitions_is_let_go_over_a_change(platform: EventSQL, orders: Orders) -> None:
+    orders.publish(10)
+    platform.repartitioner.repartition("orders", 2)
+    store = ShardStore(platform.database)
+    store.hold("orders", "auditor")
+    assert untils(platform, "auditor") == {HELD}
+    store.let_go("orders", "auditor")
+    assert untils(platform, "auditor") == {None}
+
+
 def test_a_held_consumer_is_let_go_and_sought_in_the_layout_of_the_partition_behind(
     platform: EventSQL, orders: Orders
 ) -> None:
