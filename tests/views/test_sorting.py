@@ -378,6 +378,7 @@ def test_a_partition_whose_rights_and_owner_stay_and_one_with_a_trigger_is_left(
     session.execute(f"GRANT SELECT ON eventsql.{CLOSED} TO reader_of_{id(session)}")
     described = "SELECT relowner, relacl::text FROM pg_class WHERE relname = %s"
     before = session.execute(described, [CLOSED]).fetchone()
+    session.execute("ALTER DEFAULT PRIVILEGES IN SCHEMA eventsql GRANT DELETE ON TABLES TO PUBLIC")
     session.execute("CREATE FUNCTION nothing() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END'")
     session.execute(f"CREATE TRIGGER mine AFTER INSERT ON eventsql.{CLOSED} EXECUTE FUNCTION nothing()")
     assert views.sort(now=NEXT_DAY) == done(busy=1)
