@@ -312,19 +312,23 @@ def test_a_location_with_a_thread_is_launched_by_dagsters_launcher_and_this_is_s
         assert deployment.ended(waiting) is CANCELED
 
 
-def test_runs_of_a_location_whose_files_keep_changing_are_launched_by_dagsters_launcher(
+def test_runs_of_a_location_whose_files_keep_changing_are_launched_by_dagsters_launcher_until_it_is_reloaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> int:
         raise ReplacedError("a file has changed")
 
-    monkeypatch.setattr(ServerProcess, "launch", refuse)
     monkeypatch.setattr(run_launcher, "_ATTEMPTS", 2)
     with deployed(tmp_path, "first") as deployment:
-        runs = [deployment.launch() for _ in range(2)]
+        with monkeypatch.context() as patched:
+            patched.setattr(ServerProcess, "launch", refuse)
+            runs = [deployment.launch() for _ in range(2)]
         assert [deployment.ended(run) for run in runs] == [SUCCESS, SUCCESS]
         assert [sum("keep changing" in said for said in deployment.said(run)) for run in runs] == [1, 0]
         assert len(deployment.servers()) == 2
+        deployment.workspace.reload_code_location("first")
+        assert deployment.ended(deployment.launch()) is SUCCESS
+        assert len(deployment.servers()) == 3
 
 
 @pytest.mark.parametrize("runs", [5, pytest.param(1000, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])])
