@@ -520,7 +520,8 @@ def test_a_range_of_a_former_partition_is_loaded(bench: Workbench, materialize: 
     materialize(topic_asset(RIDES), taker(seen, list[Event], metadata={"topic partition": 1}), selection=["taker"])
     assert [offset for offset, _ in seen[0]] == ids
     with pytest.raises(PartitionOutOfRangeError):
-        materialize(topic_asset(RIDES), taker([], list[Event], metadata={"topic partition": 9}), selection=["taker"])
+        # Before a Spark session starts, which would wrap the error in its own.
+        materialize(topic_asset(RIDES), taker([], DataFrame, metadata={"topic partition": 9}), selection=["taker"])
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form.id in ("Spark", "Arrow table", "events")])
