@@ -185,6 +185,9 @@ class CommitLog:
         # Without a query and a checksum, the writer is the query.
         same_query = query == stream.query and (query is not None or stream.checksum is None)
         same_rows = None in (checksum, stream.checksum) or checksum == stream.checksum
+        if same_query and stream.numbered and (checksum is None or checksum != stream.checksum):
+            # A checkpoint that was set back plans other batches, which may have as many events.
+            self._check_last(connection, batch)
         if events == batch.events and (same_query or same_rows):
             return
         if same_query:
@@ -208,6 +211,15 @@ class CommitLog:
             f"{batch} was published before {difference}, with another checkpoint: give writerId a new value, and begin "
             "where the deleted checkpoint ended"
         )
+
+    def _check_last(self, connection: Connection, batch: Batch) -> None:
+        values = {"writer": batch.writer, "batch": batch.number}
+        if fetch_first(connection, self._queries("has_later_batch"), values) == (True,):
+            raise ConfigurationError(
+                f"{batch} was published before, and so were later batches: this checkpoint was set back, or another "
+                "process runs the query. If it was set back, give the query a new checkpoint, and a new writerId if it "
+                "has one, and begin after the published events"
+            )
 
     # The events
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 import struct
 import threading
 import uuid
@@ -763,6 +764,55 @@ def test_a_batch_that_its_query_repeats_with_another_number_of_events_is_refused
     with pytest.raises(ConfigurationError, match="with 2 events, and has 3 now"):
         commit(b"1", b"2", b"3")
     assert sorted(values_in(platform, "fares")) == ["1", "2"]
+
+
+@pytest.mark.parametrize("options", [{}, {"writerId": "copies"}], ids=["unnamed", "named"])
+def test_a_batch_that_its_query_repeats_after_a_later_batch_is_refused(
+    platform: EventSQL, dsn: str, monkeypatch: pytest.MonkeyPatch, options: dict[str, str]
+) -> None:
+    """A query repeats its last batch only, maybe with its rows in another order."""
+    task_context = Mock()
+    task_context.get().getLocalProperty.return_value = "a query"
+    monkeypatch.setattr("eventsql_orchestration.spark.writer.TaskContext", task_context)
+    columns = StructType([StructField("value", BinaryType())])
+    given = WriteOptions.parse({"dsn": dsn, "topic": "fares", **options}, streaming=True)
+    stream = StreamWriter(given, columns, overwrite=False)
+
+    def commit(batch: int, *values: bytes) -> None:
+        stream.commit([stream.write(iter([pa.record_batch({"value": list(values)})]))], batch)
+
+    commit(7, b"1", b"2")
+    commit(8, b"3", b"4")
+    commit(8, b"4", b"3")
+    with pytest.raises(ConfigurationError):
+        commit(7, b"2", b"5")
+    if options:
+        commit(7, b"1", b"2")
+    assert sorted(values_in(platform, "fares")) == ["1", "2", "3", "4"]
+
+
+@pytest.mark.nightly
+def test_a_checkpoint_that_was_set_back_is_refused_though_its_batches_have_as_many_events(
+    spark: SparkSession, platform: EventSQL, dsn: str, tmp_path: Path
+) -> None:
+    def add(first: int, partition: int) -> None:
+        platform.publisher.publish_all(
+            Publication("orders", b"%d" % number, partition=partition) for number in range(first, first + 40)
+        )
+        platform.transfer.run_once()
+
+    for first in (0, 40, 80):
+        add(first, 0)
+        run(spark, dsn, tmp_path / "checkpoint")
+        if not first:
+            shutil.copytree(tmp_path / "checkpoint", tmp_path / "backup")
+    # A batch has 20 events of each partition now, and 40 of partition 0 were published under its number.
+    add(120, 1)
+    with pytest.raises(PySparkException) as failure:
+        run(spark, dsn, tmp_path / "backup")
+    assert isinstance(eventsql_error(failure.value), ConfigurationError)
+    run(spark, dsn, tmp_path / "checkpoint")
+    assert in_numbers(values_in(platform, "fares")) == list(range(160))
 
 
 @pytest.mark.nightly
