@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from eventsql_orchestration.cli.output import say
 from eventsql_orchestration.cli.rounds import RunningSystem, prepared, report, steps_shown, transferring
 from eventsql_orchestration.errors import DatabaseUnavailableError
 from eventsql_orchestration.orchestration.errors import AirflowAnswerError, LocalAirflowError, RoundError
-from eventsql_orchestration.orchestration.local_processes import PROCESSES_LOCK, lock_file, take_lock
+from eventsql_orchestration.orchestration.local_processes import PROCESSES_LOCK, lock_file, python_path, take_lock
 from eventsql_orchestration.orchestration.rounds import Counts, RunCounts
 
 Answer = TypeVar("Answer")
@@ -46,7 +45,7 @@ def develop(
     home = airflow_home(context.settings.home)
     variables = {
         # DAGs import the code beside which this command runs, as with `airflow standalone` in this directory.
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": python_path(Path.cwd()),
         # More tasks at once only slow one another down.
         "AIRFLOW__CORE__PARALLELISM": "2",
     }

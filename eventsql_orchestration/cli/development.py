@@ -33,6 +33,7 @@ from eventsql_orchestration.dagster.tags import (
 )
 from eventsql_orchestration.errors import DatabaseUnavailableError
 from eventsql_orchestration.orchestration.errors import LocalDagsterError
+from eventsql_orchestration.orchestration.local_processes import python_path
 from eventsql_orchestration.orchestration.rounds import Counts, RunCounts
 from eventsql_orchestration.queue.lag import queue_lags
 
@@ -53,7 +54,9 @@ def develop(
     location.check()
     home = context.settings.home
     directory = instance_directory(home)
-    with prepared(context, directory, cold_spark=cold_spark) as (platform, environment, keep_spark):
+    # The functions that a run gives to Spark import the code of the location in Spark's Python.
+    modules = python_path(*location.directories)
+    with prepared(context, directory, cold_spark=cold_spark, PYTHONPATH=modules) as (platform, environment, keep_spark):
         dagster = LocalDagster(
             location, instance_home=write_instance(home, platform.database.dsn), port=port, environment=environment,
             on_stop=say,

@@ -34,6 +34,11 @@ _KILL_TIMEOUT: Final = 10.0
 """Seconds in which killed processes must be gone."""
 
 
+def python_path(*directories: Path) -> str:
+    """PYTHONPATH for processes that import from these directories first."""
+    return os.pathsep.join(filter(None, [*map(str, directories), os.environ.get("PYTHONPATH")]))
+
+
 def free_port(preferred: int) -> int:
     """`preferred` if no process listens there, else a port that the system chooses."""
     for port in (preferred, 0):

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import cast
+from typing import NoReturn, cast
 
 import dagster as dg
 import psutil
@@ -241,6 +241,21 @@ def test_a_broken_location_is_an_error_before_anything_is_started(
     assert refused.exit_code == 1
     assert "definitions.py, line 1: ModuleNotFoundError: No module named 'no_such_module'" in refused.stderr
     assert not (directory / ".eventsql").exists()
+
+
+def test_spark_s_python_imports_from_the_directory_of_the_location(
+    run: Callable[..., Result], directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (directory / "definitions.py").write_text("import dagster as dg\n\ndefs = dg.Definitions()\n")
+    given: dict[str, str] = {}
+
+    def spark_for_runs(_directory: Path, environment: dict[str, str], **_: object) -> NoReturn:
+        given.update(environment)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rounds, "spark_for_runs", spark_for_runs)
+    run("dev")
+    assert given["PYTHONPATH"].split(os.pathsep)[0] == str(directory.resolve())
 
 
 def test_dagster_has_as_long_to_start_as_the_option_gives(

@@ -16,7 +16,7 @@ from typing import Final
 import psutil
 import pytest
 
-from eventsql_orchestration.orchestration.local_processes import free_port
+from eventsql_orchestration.orchestration.local_processes import free_port, python_path
 from eventsql_orchestration.spark.connect_server import ConnectServer
 from tests.spark.connect import environment
 from tests.spark.processes import kill
@@ -31,23 +31,24 @@ spark = SparkSession.builder.remote(sys.argv[1]).getOrCreate()
 spark.addArtifacts(sys.argv[2], pyfile=True)
 spark.range(1).createOrReplaceTempView("mine")
 
-@udf("long")
+@udf("string")
 def answer(number):
-    import answers
-    return answers.ANSWER
+    import added, importable
+    return f"{added.ANSWER} {importable.ANSWER}"
 
 print(spark.range(1).select(answer("id")).first()[0])
 """
-"""A program that uses a module of its own in Spark's Python, and does not end its session."""
+"""A program that uses modules in Spark's Python, and does not end its session. It adds one of them to the session."""
 
 
 class Server:
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
+        self._modules = directory / "modules"
+        self._modules.mkdir()
         self._port, self._ui_port = free_port(0), free_port(0)
         self._server = ConnectServer(
-            directory, port=self._port, ui_port=self._ui_port, environment=environment(directory),
-            settings={"spark.driver.memory": "768m"},
+            directory, port=self._port, ui_port=self._ui_port, settings={"spark.driver.memory": "768m"},
+            environment={**environment(directory), "PYTHONPATH": python_path(self._modules)},
         )  # fmt: skip
         self.process = psutil.Process(self._server.start().pid)
 
@@ -57,17 +58,18 @@ class Server:
             return True
         return False
 
-    def answer_of_client(self, number: int) -> int:
-        """The answer of a client whose module has this number."""
-        module = self._directory / "answers.py"
-        module.write_text(f"ANSWER = {number}\n")
+    def answer_of_client(self, number: int) -> list[int]:
+        """The answer of a client if both modules have this number."""
+        added, importable = self._modules.parent / "added.py", self._modules / "importable.py"
+        for module in (added, importable):
+            module.write_text(f"ANSWER = {number}\n")
         ran = subprocess.run(
-            [sys.executable, "-c", CLIENT, self._server.remote, str(module)],
+            [sys.executable, "-c", CLIENT, self._server.remote, str(added)],
             env={**os.environ, **self._server.client_environment}, stdin=subprocess.DEVNULL, capture_output=True,
             text=True, check=False,
         )  # fmt: skip
         assert ran.returncode == 0, ran.stderr[-4000:]
-        return int(ran.stdout)
+        return [int(word) for word in ran.stdout.split()]
 
     def sessions(self) -> int:
         """The number of sessions, by the server's own page."""
@@ -78,8 +80,14 @@ class Server:
 
     def python_processes(self) -> set[int]:
         """The processes that start Spark's Python workers."""
-        java = self.process.children()[0]
-        return {each.pid for each in java.children() if "pyspark.daemon" in each.cmdline()}
+        (java,) = self.process.children()
+        found = set()
+        for each in java.children():
+            # Some of Java's children end at once.
+            with suppress(psutil.NoSuchProcess):
+                if "pyspark.daemon" in each.cmdline():
+                    found.add(each.pid)
+        return found
 
 
 @pytest.fixture(scope="module")
@@ -92,11 +100,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         kill(running.process)
 
 
-def test_sessions_share_python_processes_and_each_has_its_own_modules(server: Server) -> None:
-    assert server.answer_of_client(1) == 1
+def test_sessions_share_python_processes_and_each_sees_its_modules_as_they_are(server: Server) -> None:
+    assert server.answer_of_client(10) == [10, 10]
     processes = server.python_processes()
     assert processes
-    assert server.answer_of_client(2) == 2
+    assert server.answer_of_client(222) == [222, 222]
     assert server.python_processes() == processes
 
 

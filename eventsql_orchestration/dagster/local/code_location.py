@@ -47,7 +47,7 @@ class CodeLocation:
         return str(self.directory if self.imports is None else self.imports.resolve())
 
     @property
-    def _directories(self) -> list[Path]:
+    def directories(self) -> list[Path]:
         """The directories from which its processes import, in the order of the search."""
         return list(dict.fromkeys([Path(self._directory), self.directory]))
 
@@ -57,7 +57,7 @@ class CodeLocation:
         As in Dagster, a function with `@dg.definitions` takes precedence over other definitions. Raises
         `LocalDagsterError` if there are no definitions or several, and if they cannot be loaded.
         """
-        added = [directory for directory in map(str, self._directories) if directory not in sys.path]
+        added = [directory for directory in map(str, self.directories) if directory not in sys.path]
         sys.path[:0] = added
         try:
             name, found = self._found(self._import())
@@ -87,9 +87,9 @@ class CodeLocation:
 
     def _look_broken(self) -> bool:
         if self.file is not None:
-            return Sources(self._directories).look_broken(self.file.resolve())
+            return Sources(self.directories).look_broken(self.file.resolve())
         module = str(self.module)
-        return Sources(self._directories, module.partition(".")[0]).look_broken(Import(module))
+        return Sources(self.directories, module.partition(".")[0]).look_broken(Import(module))
 
     def _described(self, error: Exception) -> str:
         """An error of the location in one line, with its place in the location's sources."""
@@ -103,7 +103,7 @@ class CodeLocation:
 
     def has(self, file: Path) -> bool:
         """Whether a file belongs to this location. The Python environment does not, even inside of its directories."""
-        return any(map(file.is_relative_to, self._directories)) and not file.is_relative_to(sys.prefix)
+        return any(map(file.is_relative_to, self.directories)) and not file.is_relative_to(sys.prefix)
 
     def _found(self, module: ModuleType) -> tuple[str, dg.Definitions | LazyDefinitions[dg.Definitions]]:
         for kind in (LazyDefinitions, dg.Definitions):
