@@ -83,7 +83,7 @@ class Server:
         (java,) = self.process.children()
         found = set()
         for each in java.children():
-            # Some of Java's children end at once.
+            # The script that started Java may have left a process that has ended.
             with suppress(psutil.NoSuchProcess):
                 if "pyspark.daemon" in each.cmdline():
                     found.add(each.pid)
