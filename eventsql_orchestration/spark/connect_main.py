@@ -17,6 +17,8 @@ from pyspark.sql import SparkSession
 
 _SETTINGS: Final = {
     "spark.plugins": "org.apache.spark.sql.connect.SparkConnectPlugin",
+    # The environment, or the package `pyspark_connect`, may name the other mode, which isolates artifacts.
+    "spark.api.mode": "classic",
     # A file that a session adds may have been added by an earlier session, with other content.
     "spark.files.overwrite": "true",
     # A process that is used again would keep the modules that an earlier session imported, and not see their changes.

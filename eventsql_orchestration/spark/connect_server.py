@@ -20,7 +20,7 @@ AUTHENTICATION: Final = "SPARK_CONNECT_AUTHENTICATE_TOKEN"
 
 _PROGRAM: Final = "eventsql_orchestration.spark.connect_main"
 
-_OF_CLIENTS: Final = ("SPARK_REMOTE", SPARK_CONFIG_VARIABLE)
+_OF_CLIENTS: Final = ("SPARK_REMOTE", "SPARK_CONNECT_MODE_ENABLED", SPARK_CONFIG_VARIABLE)
 
 _CLIENT: Final = ("grpc", "grpc_status", "google.rpc", "pandas", "pyarrow", "zstandard")
 

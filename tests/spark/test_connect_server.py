@@ -46,9 +46,12 @@ class Server:
         self._modules = directory / "modules"
         self._modules.mkdir()
         self._port, self._ui_port = free_port(0), free_port(0)
+        # The environment of a program that has a session of Spark Connect, as a notebook gives it to its commands.
+        of_client = {"SPARK_API_MODE": "connect", "SPARK_CONNECT_MODE_ENABLED": "1"}
+        variables = {**environment(directory), **of_client, "PYTHONPATH": python_path(self._modules)}
         self._server = ConnectServer(
-            directory, port=self._port, ui_port=self._ui_port, settings={"spark.driver.memory": "768m"},
-            environment={**environment(directory), "PYTHONPATH": python_path(self._modules)},
+            directory, port=self._port, ui_port=self._ui_port, environment=variables,
+            settings={"spark.driver.memory": "768m"},
         )  # fmt: skip
         self.process = psutil.Process(self._server.start().pid)
 
