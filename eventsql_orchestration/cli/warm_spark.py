@@ -83,6 +83,8 @@ class WarmSpark:
             if self._process.poll() is None:
                 return
             complain(f"Spark has died, see {self._server.log}: starting it again")
+            # Its Java may still have the port.
+            kill_group(self._process.pid)
         self._process = start_group(self._lock, lambda lock: self._server.start(pass_fds=(lock,)))
         self._end_warming()
         self._warming = subprocess.Popen(
