@@ -187,7 +187,7 @@ class CommitLog:
         same_rows = None in (checksum, stream.checksum) or checksum == stream.checksum
         if same_query and stream.numbered and (checksum is None or checksum != stream.checksum):
             # A checkpoint that was set back plans other batches, which may have as many events.
-            self._check_last(connection, batch)
+            self._check_last(connection, batch, stream)
         if events == batch.events and (same_query or same_rows):
             return
         if same_query:
@@ -212,8 +212,8 @@ class CommitLog:
             "where the deleted checkpoint ended"
         )
 
-    def _check_last(self, connection: Connection, batch: Batch) -> None:
-        values = {"writer": batch.writer, "batch": batch.number}
+    def _check_last(self, connection: Connection, batch: Batch, stream: StreamBatch) -> None:
+        values = {"writer": batch.writer, "batch": batch.number, "query": stream.query}
         if fetch_first(connection, self._queries("has_later_batch"), values) == (True,):
             raise ConfigurationError(
                 f"{batch} was published before, and so were later batches: this checkpoint was set back, or another "

@@ -15,8 +15,11 @@ SELECT EXISTS (
     SELECT FROM {schema}.spark_publication WHERE eql_writer = %(writer)s AND eql_batch > %(batch)s AND eql_oldest
 );
 
--- has_later_batch -- Whether a later batch of the writer was published.
-SELECT EXISTS (SELECT FROM {schema}.spark_publication WHERE eql_writer = %(writer)s AND eql_batch > %(batch)s);
+-- has_later_batch -- Whether a later batch of the writer and the streaming query was published.
+SELECT EXISTS (
+    SELECT FROM {schema}.spark_publication
+    WHERE eql_writer = %(writer)s AND eql_batch > %(batch)s AND coalesce(eql_query, '') = coalesce(%(query)s, '')
+);
 
 -- prune_batches -- Delete a writer's old records, except its newest, from a limited number. The last old record stays
 -- as a mark.
