@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from eventsql_orchestration.orchestration.local_processes import free_port, python_path
-from eventsql_orchestration.spark.connect_server import ConnectServer
+from eventsql_orchestration.spark.connect_server import AUTHENTICATION, ConnectServer
 from tests.spark.connect import environment
 from tests.spark.processes import kill
 from tests.waiting import wait_until
@@ -63,16 +63,19 @@ class Server:
 
     def answer_of_client(self, number: int) -> list[int]:
         """The answer of a client if both modules have this number."""
+        ran = self.run_client(number)
+        assert ran.returncode == 0, ran.stderr[-4000:]
+        return [int(word) for word in ran.stdout.split()]
+
+    def run_client(self, number: int, **environment: str) -> subprocess.CompletedProcess[str]:
         added, importable = self._modules.parent / "added.py", self._modules / "importable.py"
         for module in (added, importable):
             module.write_text(f"ANSWER = {number}\n")
-        ran = subprocess.run(
+        return subprocess.run(
             [sys.executable, "-c", CLIENT, self._server.remote, str(added)],
-            env={**os.environ, **self._server.client_environment}, stdin=subprocess.DEVNULL, capture_output=True,
-            text=True, check=False,
+            env={**os.environ, **self._server.client_environment, **environment}, stdin=subprocess.DEVNULL,
+            capture_output=True, text=True, check=False,
         )  # fmt: skip
-        assert ran.returncode == 0, ran.stderr[-4000:]
-        return [int(word) for word in ran.stdout.split()]
 
     def sessions(self) -> int:
         """The number of sessions, by the server's own page."""
@@ -114,3 +117,9 @@ def test_sessions_share_python_processes_and_each_sees_its_modules_as_they_are(s
 def test_a_session_ends_with_its_process(server: Server) -> None:
     server.answer_of_client(3)
     assert server.sessions() == 0
+
+
+def test_a_client_needs_the_token_of_the_server(server: Server) -> None:
+    ran = server.run_client(4, **{AUTHENTICATION: "another"})
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert "UNAUTHENTICATED" in ran.stderr
