@@ -18,6 +18,8 @@ from eventsql_orchestration.consuming.dead_letters import LetterFilter
 from eventsql_orchestration.consuming.deliveries import Deliveries
 from eventsql_orchestration.consuming.snapshot_reader import SnapshotReader
 from eventsql_orchestration.database import Database
+from eventsql_orchestration.model import BLOCKS, NOT_PARTITIONED, ROWS, Storage
+from eventsql_orchestration.publishing.log_writer import LogWriter
 from eventsql_orchestration.queue import Queue
 from eventsql_orchestration.store import Change, Store
 from eventsql_orchestration.views import LogEntry, Logs, Rollup, RollupEntry, Timeline, Views
@@ -62,6 +64,36 @@ def platform(platform: EventSQL) -> EventSQL:
             "CREATE TABLE eventsql.notes (eql_transaction xid8 DEFAULT pg_current_xact_id(), eql_id bigint)"
         )
     return platform
+
+
+@pytest.mark.parametrize("partitions", [NOT_PARTITIONED, 2])
+@pytest.mark.parametrize(("storage", "burst"), [(ROWS, 1_000), (BLOCKS, 2_500)])
+def test_the_transfer_makes_no_new_plan_for_each_batch(
+    platform: EventSQL, storage: Storage, burst: int, partitions: int
+) -> None:
+    """Its session lets it read the buffer by its indexes alone."""
+    platform.registry.register_topic(Topic("moved", partitions, storage=storage))
+    with platform.database.connection() as connection:
+        # The server has seen a burst, and expects more than one row in each batch.
+        connection.execute(
+            "INSERT INTO eventsql.event_buffer (eql_topic, eql_partition, eql_key, eql_value, eql_metadata) "
+            "SELECT 'moved', 0, 'a', '1', '{}' FROM generate_series(1, %s)",
+            [burst],
+        )
+        connection.execute("ANALYZE eventsql.event_buffer")
+        connection.execute("DELETE FROM eventsql.event_buffer")
+    writer = LogWriter(platform.database)
+    with writer.session():
+        for _ in range(2 * ROUNDS):
+            platform.publisher.publish(Publication("moved", b"1", key="a"))
+            newest, _ = writer.look(["moved"])
+            assert writer.move("moved", newest) == 1
+        assert writer._connection is not None
+        (kept,) = writer._connection.execute(
+            "SELECT sum(generic_plans) FROM pg_prepared_statements WHERE statement ~ 'DELETE FROM .*event_buffer'"
+        ).fetchone()  # type: ignore[misc]
+    writer.close()
+    assert kept > 0
 
 
 def test_publishing_and_consuming_keep_no_plan_of_an_empty_log(platform: EventSQL) -> None:

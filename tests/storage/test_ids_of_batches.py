@@ -14,7 +14,7 @@ import pytest
 
 from eventsql_orchestration import EventSQL, Topic
 from eventsql_orchestration.storage.appending import ForeignIdsError, LogAppender
-from eventsql_orchestration.storage.log_form import form_now
+from eventsql_orchestration.storage.log_form import FORMS, form_now
 from eventsql_orchestration.storage.log_queries import LogQueries
 
 if TYPE_CHECKING:
@@ -123,7 +123,9 @@ def test_no_id_is_given_to_another_program_too(drawing: psycopg.Connection, sess
     assert not own & foreign
 
 
-def test_the_driver_remembers_the_statement_of_a_topics_state() -> None:
-    """The driver parses a statement of more than 4,096 bytes at each execution: 40 µs for each batch of a publisher."""
-    statement = LogQueries("append", "a schema with a long name")("append_state", topic="a_topic_of_a_service")
+@pytest.mark.parametrize("name", ["append_state", "move"])
+def test_the_driver_remembers_the_statements_of_a_batch(name: str) -> None:
+    """The driver parses a statement of more than 4,096 bytes at each execution: 40 µs for each batch."""
+    queries = LogQueries("append", "a schema with a long name")
+    statement = queries(name, topic="a_topic_of_a_service", form=FORMS["blocks"])
     assert len(statement.as_string()) <= 4_096

@@ -100,29 +100,30 @@ LIMIT 1;
         LIMIT 1
     ), 9223372036854775807))
 
--- part moved -- Take events out of the buffer.
+-- part own_partition -- The partition of an event: the one that it names, if the topic has it. The topic may have lost the
+-- partition since, or a program that writes into the buffer by itself has named another one, which no consumer reads.
+-- SELECT hides from the planner that a topic has no partitions. Otherwise such a plan looks cheaper than the general one,
+-- and the server makes it anew for each batch, which takes longer than moving an event.
+CASE
+    WHEN (eql_partition >= 0 AND eql_partition < %(partitions)s) OR (SELECT %(partitions)s < 0) THEN eql_partition
+    ELSE coalesce({schema}.partition_of_key(eql_key, %(partitions)s), (eql_id %% %(partitions)s)::smallint)
+END
+
+-- part moved -- Take events out of the buffer, each with its partition.
 WITH moved AS (
     DELETE FROM {schema}.event_buffer
     WHERE {before_blocks}
-    RETURNING eql_id, eql_partition, eql_key, eql_value, eql_created_at, eql_metadata
+    RETURNING eql_id, {own_partition} AS eql_partition, eql_key, eql_value, eql_created_at, eql_metadata
 )
 
 -- part into_rows -- Write events to the topic's log.
 INSERT INTO {schema}.{row_store} (eql_partition, eql_key, eql_value, eql_buffered_at, eql_created_at, eql_metadata)
 
--- part own_partition -- The partition of an event: the one that it names, if the topic has it. The topic may have lost the
--- partition since, or a program that writes into the buffer by itself has named another one, which no consumer reads.
-CASE
-    WHEN (eql_partition >= 0 AND eql_partition < %(partitions)s) OR %(partitions)s < 0 THEN eql_partition
-    WHEN eql_key IS NOT NULL THEN {schema}.partition_of_key(eql_key, %(partitions)s)
-    ELSE (eql_id %% %(partitions)s)::smallint
-END
-
 -- move -- Move buffered events to the end of the topic's log, in the order of their buffer ids. The statement's time is
 -- after the lock, so times grow with ids.
 {moved}
 {into_rows}
-SELECT {own_partition}, eql_key, eql_value, eql_created_at, statement_timestamp(), eql_metadata
+SELECT eql_partition, eql_key, eql_value, eql_created_at, statement_timestamp(), eql_metadata
 FROM moved
 ORDER BY eql_id;
 

@@ -14,14 +14,14 @@ own AS MATERIALIZED (
 WITH wanted AS (SELECT %(events)s::bigint AS events, %(after)s::bigint AS after), {own}, {drawn}
 SELECT last, usable FROM ids;
 
--- part packed -- Write the events `placed` to the topic's log as blocks, each of one partition and in the order of the
+-- part packed -- Write the events `moved` to the topic's log as blocks, each of one partition and in the order of the
 -- buffer ids. A block has at most 10,000 events, and less than 1 MiB besides its first event. If the ids are not
 -- usable, the block gets no id, and the table refuses it.
 numbered AS (
     SELECT *, (row_number() OVER own - 1) / 10000 AS by_number,
            sum(octet_length(eql_value) + coalesce(octet_length(eql_key), 0) + octet_length(eql_metadata::text)) OVER own
                / 1048576 AS by_size
-    FROM placed
+    FROM moved
     WINDOW own AS (PARTITION BY eql_partition ORDER BY eql_id)
 ), packed AS (
     SELECT min(eql_id) AS first, eql_partition, count(*)::int AS events, min(eql_created_at) AS published,
@@ -43,10 +43,7 @@ ORDER BY packed.first
 RETURNING eql_events
 
 -- move -- Move buffered events to the end of the topic's log, in the order of their buffer ids.
-{moved}, placed AS (
-    SELECT eql_id, {own_partition} AS eql_partition, eql_key, eql_value, eql_created_at, eql_metadata
-    FROM moved
-), {packed};
+{moved}, {packed};
 
 -- move_blocks -- Move the next blocks of the buffer to the end of the topic's log, as for rows. If the ids are not
 -- usable, or a block claims more events than a block may have, the blocks get no id, and the table refuses them.
