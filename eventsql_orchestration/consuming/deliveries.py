@@ -169,6 +169,7 @@ class Deliveries:
             others=standing.not_own > len(freed) or len(deliveries) < len(freed) + len(fresh),
             held=held,
             own=standing.unacknowledged - standing.not_own,
+            due_in=standing.due_in,
         )
 
     def move_offset(self, worker: int, partition: int) -> None:

@@ -43,6 +43,8 @@ class HandOut:
     taken: bool = True
     """Whether the partition could be locked and consumed."""
     own: int = 0
+    due_in: float | None = None
+    """The seconds until the next retry is due; None if none waits to be due."""
 
 
 class Cursor(NamedTuple):
@@ -67,6 +69,7 @@ class Standing(NamedTuple):
     """The events of a partition that are not acknowledged: their number, and the lowest id.
 
     No live process holds `free` of them, and this process does not hold `not_own`. `failed` is the first that failed.
+    The next retry is due in `due_in` seconds; None if none waits to be due.
     """
 
     unacknowledged: int
@@ -74,6 +77,7 @@ class Standing(NamedTuple):
     free: int
     not_own: int
     failed: int | None
+    due_in: float | None
 
 
 def number_of_key(key: str) -> int:

@@ -222,6 +222,8 @@ class QueueConsumption(Running):
                 elif handed.held and self._backlog.idle(partition):
                     # The last event was settled meanwhile: the offset can move.
                     delay = 0.0
+                if handed.due_in is not None:
+                    delay = min(delay, handed.due_in)
                 self._due[partition] = time.monotonic() + delay
 
     def _start_over(self, worker: int) -> None:

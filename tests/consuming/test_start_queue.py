@@ -880,6 +880,31 @@ def test_the_events_of_a_killed_process_are_taken_over(platform: EventSQL, until
     assert sorted(seen.ids[1:]) == ids
 
 
+def test_a_retry_is_on_time_though_the_process_asks_for_events_before_it_is_due(
+    platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(queue_consumption, "IDLE_POLLING", 3_600.0)
+    monkeypatch.setattr(failure_module, "FIRST_BACKOFF", 1.0)
+    ids = fill(platform, "ab")
+    failures = iter([ValueError("one")])
+
+    def waits() -> bool:
+        with platform.database.connection() as connection:
+            return bool(connection.execute("SELECT FROM eventsql.consumer_delivery WHERE eql_attempts = 1").rowcount)
+
+    def handle(event: Event) -> None:
+        if event.id == ids[0] and (error := next(failures, None)):
+            raise error
+        if event.id == ids[1]:
+            # Its end is followed by a call for events of the partition.
+            until(waits)
+
+    seen = Seen(handle)
+    with platform.consumers.start_queue("payments", "mailer", seen, workers=2, polling_delay=3_600.0):
+        until(lambda: at_rest(platform))
+    assert sorted(seen.ids) == [ids[0], *ids]
+
+
 def test_a_process_that_lost_its_lease_commits_nothing_and_begins_anew(
     platform: EventSQL, until: Until, halt: Halt, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,9 +36,10 @@ FROM {schema}.consumer_cursor
 WHERE eql_topic = %(topic)s AND eql_consumer = %(consumer)s AND eql_partition = %(partition)s;
 
 -- standing -- The unacknowledged events of a partition: their number, the lowest id, how many no live process holds, how
--- many this process does not hold, and the first that failed.
+-- many this process does not hold, the first that failed, and the seconds until the next retry is due.
 SELECT count(*), min(d.eql_id), count(*) FILTER (WHERE w.eql_id IS NULL),
-       count(*) FILTER (WHERE d.eql_worker = %(worker)s IS NOT TRUE), min(d.eql_id) FILTER (WHERE d.eql_attempts > 0)
+       count(*) FILTER (WHERE d.eql_worker = %(worker)s IS NOT TRUE), min(d.eql_id) FILTER (WHERE d.eql_attempts > 0),
+       extract(epoch FROM min(d.eql_due_at) FILTER (WHERE d.eql_due_at > clock_timestamp()) - clock_timestamp())::float8
 FROM {schema}.consumer_delivery d
 LEFT JOIN {schema}.consumer_worker w
     ON w.eql_id = d.eql_worker AND w.eql_topic = %(topic)s AND w.eql_consumer = %(consumer)s
