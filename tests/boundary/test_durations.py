@@ -21,6 +21,7 @@ OTHERS = {
     "RollupView.read every": "a multiple of the rollup's grain, of up to a hundred years",
     "Running.await_end deadline": "a moment",
     "QueueWorkers.await_end deadline": "a moment",
+    "EventSQL.reach since": "a moment",
     "EventSQL.reconsider since": "a moment",
     "Views.overdue by": "up to a hundred years",
 }
