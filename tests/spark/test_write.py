@@ -746,16 +746,20 @@ def test_a_batch_of_another_streaming_query_must_have_the_rows_that_were_publish
     assert publications_in(platform) == [("copies", 0, 2)]
 
 
+def writer_of_a_query(options: WriteOptions, monkeypatch: pytest.MonkeyPatch) -> StreamWriter:
+    """A writer of batches with the column `value`, for tasks of one streaming query."""
+    task_context = Mock()
+    task_context.get().getLocalProperty.return_value = "a query"
+    monkeypatch.setattr("eventsql_orchestration.spark.writer.TaskContext", task_context)
+    return StreamWriter(options, StructType([StructField("value", BinaryType())]), overwrite=False)
+
+
 @pytest.mark.parametrize("options", [{}, {"writerId": "copies"}], ids=["unnamed", "named"])
 def test_a_batch_that_its_query_repeats_with_another_number_of_events_is_refused(
     platform: EventSQL, dsn: str, monkeypatch: pytest.MonkeyPatch, options: dict[str, str]
 ) -> None:
-    task_context = Mock()
-    task_context.get().getLocalProperty.return_value = "a query"
-    monkeypatch.setattr("eventsql_orchestration.spark.writer.TaskContext", task_context)
-    columns = StructType([StructField("value", BinaryType())])
     given = WriteOptions.parse({"dsn": dsn, "topic": "fares", **options}, streaming=True)
-    stream = StreamWriter(given, columns, overwrite=False)
+    stream = writer_of_a_query(given, monkeypatch)
 
     def commit(*values: bytes) -> None:
         stream.commit([stream.write(iter([pa.record_batch({"value": list(values)})]))], 7)
@@ -771,12 +775,8 @@ def test_a_batch_that_its_query_repeats_after_a_later_batch_is_refused(
     platform: EventSQL, dsn: str, monkeypatch: pytest.MonkeyPatch, options: dict[str, str]
 ) -> None:
     """A query repeats its last batch only, maybe with its rows in another order."""
-    task_context = Mock()
-    task_context.get().getLocalProperty.return_value = "a query"
-    monkeypatch.setattr("eventsql_orchestration.spark.writer.TaskContext", task_context)
-    columns = StructType([StructField("value", BinaryType())])
     given = WriteOptions.parse({"dsn": dsn, "topic": "fares", **options}, streaming=True)
-    stream = StreamWriter(given, columns, overwrite=False)
+    stream = writer_of_a_query(given, monkeypatch)
 
     def commit(batch: int, *values: bytes) -> None:
         stream.commit([stream.write(iter([pa.record_batch({"value": list(values)})]))], batch)
