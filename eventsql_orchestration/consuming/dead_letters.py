@@ -9,8 +9,6 @@ from typing import Final
 
 import psycopg
 from psycopg import sql
-from psycopg.types.numeric import Int8BinaryLoader
-from psycopg.types.string import TextBinaryLoader
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.consumer import ConsumerState
@@ -42,7 +40,7 @@ from eventsql_orchestration.publishing.publisher import Publisher
 from eventsql_orchestration.sharding import ANYWHERE
 from eventsql_orchestration.storage.erasing import FAILURE, copy_events, erased_meanwhile
 from eventsql_orchestration.storage.log_queries import LogQueries
-from eventsql_orchestration.storage.reading import BATCH_BYTES
+from eventsql_orchestration.storage.reading import BATCH_BYTES, cursor_of_events
 from eventsql_orchestration.topics.layouts import layouts
 from eventsql_orchestration.topics.reader import Reader
 from eventsql_orchestration.topics.registry import Registry
@@ -315,11 +313,7 @@ class DeadLetters:
         }  # fmt: skip
 
     def _read(self, connection: Connection, source: str, ids: Sequence[int]) -> Sequence[DeadLetter]:
-        cursor = connection.cursor()
-        # As in `LogReader.read`: one letter's metadata or time that Python lacks must not hold up the others.
-        cursor.adapters.register_loader("timestamptz", Int8BinaryLoader)
-        cursor.adapters.register_loader("json", TextBinaryLoader)
-        values = {"letters": source, "ids": ids}
+        values, cursor = {"letters": source, "ids": ids}, cursor_of_events(connection)
         rows = cursor.execute(self._letters("letters", topic=source), values, binary=True, prepare=False)
         return [
             DeadLetter(source, *columns, redriven_at=redriven_at, dismissed_at=dismissed_at)

@@ -40,10 +40,10 @@ class BufferMover:
     ) -> Moved:  # fmt: skip
         """Move the rows with `low_water < buffer id <= upto`, at most `most` blocks by one statement.
 
-        `partitions` is the topic's number of partitions. Without `mixed`, all rows were events at the
-        last look: one statement moves them, up to the first block that was committed since. If such a block is before
-        all events, the rows are moved as with `mixed`. `after` is the last id of the log. After `seconds`, no further
-        statement begins. Raises as `StagedBlocks.move` and `LogAppender.move`.
+        `partitions` is the topic's number of partitions. Without `mixed`, all rows were events at the last look: one
+        statement moves them, up to the first block that was committed since. If such a block is before all events, the
+        rows are moved as with `mixed`. `after` is the last id of the log. After `seconds`, no further statement begins.
+        Raises as `StagedBlocks.move` and `LogAppender.move`.
         """
         bounds = {"low_water": low_water, "upto": upto}
         moved, end = 0, time.monotonic() + seconds

@@ -121,8 +121,8 @@ class LogAppender:
         They keep their order. Gives their number.
 
         `partitions` is the topic's number of partitions: an event that names none of them gets the partition of its
-        key. `after` is the last id of the log. If its sequence is set back at that moment, a log in blocks
-        refuses the events (`CheckViolation`), and a log in rows does not: see `last_id`.
+        key. `after` is the last id of the log. If its sequence is set back at that moment, a log in blocks refuses the
+        events (`CheckViolation`), and a log in rows does not: see `last_id`.
         """
         blocks = log_form.form(connection, self._schema, topic).writes_blocks
         values = {"topic": topic, "low_water": low_water, "upto": upto, "partitions": partitions, "after": after}

@@ -58,6 +58,18 @@ class Waiting(NamedTuple):
     seconds: float | None
 
 
+def cursor_of_events(connection: Connection) -> psycopg.Cursor[Any]:
+    """A cursor for the columns of events in binary form. Events decode their times and metadata when these are read.
+
+    So an event with a time or metadata that Python lacks holds up no other.
+    """
+    # The connection may be a caller's, with a row factory of its own.
+    cursor = connection.cursor(row_factory=tuple_row)
+    cursor.adapters.register_loader("timestamptz", Int8BinaryLoader)
+    cursor.adapters.register_loader("json", TextBinaryLoader)
+    return cursor
+
+
 class LogReader:
     """Reads the logs of one database schema. It holds no connection, so any thread may use it.
 
@@ -89,11 +101,7 @@ class LogReader:
     def _read(self, connection: Connection, topic: str, values: dict[str, Any]) -> tuple[list[Event], bool]:
         """The events of a range, and whether they ended at its `limit` or `bytes`. Changes `values` to the rest."""
         partition, limit, most = values["partition"], values["limit"], values["bytes"]
-        # The connection may be a caller's, with a row factory of its own.
-        cursor = connection.cursor(row_factory=tuple_row)
-        # Events decode these values when they are read.
-        cursor.adapters.register_loader("timestamptz", Int8BinaryLoader)
-        cursor.adapters.register_loader("json", TextBinaryLoader)
+        cursor = cursor_of_events(connection)
         known, of_range = form(connection, self._schema, topic), _of("read", partition)
         if known.blocks:
             events, more = list[Event](), True
