@@ -670,15 +670,20 @@ def test_a_batch_is_found_by_the_ids_of_its_letters_however_many_there_are(
             assert "Sort" not in text, text
 
 
-@pytest.mark.parametrize("metadata", [r'{"dlt_consumer": "\ud800"}', r'{"note": "\u0000"}', "[1]", "null"])
-def test_a_letter_that_another_program_wrote_holds_up_no_other(platform: EventSQL, metadata: str) -> None:
+def write_letter(platform: EventSQL, *, metadata: str = "{}", time: str = "now") -> None:
+    """Write a dead letter `odd` as another program may."""
     with platform.database.connection() as connection:
         connection.execute(
-            "INSERT INTO eventsql.event_buffer (eql_topic, eql_partition, eql_value, eql_metadata) "
-            "VALUES ('orders_dlt', -1, 'odd', %s::json)",
-            [metadata],
+            "INSERT INTO eventsql.event_buffer (eql_topic, eql_partition, eql_value, eql_metadata, eql_created_at) "
+            "VALUES ('orders_dlt', -1, 'odd', %s::json, %s::timestamptz)",
+            [metadata, time],
         )
     platform.transfer.run_once()
+
+
+@pytest.mark.parametrize("metadata", [r'{"dlt_consumer": "\ud800"}', r'{"note": "\u0000"}', "[1]", "null"])
+def test_a_letter_that_another_program_wrote_holds_up_no_other(platform: EventSQL, metadata: str) -> None:
+    write_letter(platform, metadata=metadata)
     assert [letter.value for letter in platform.dead_letters.list("orders", redriven=False)][-1] == b"odd"
     assert len(platform.dead_letters.list("orders", LetterFilter(consumer="mailer", exception="KeyError"))) == 3
     assert platform.dead_letters.of_backfills("orders") == {}
@@ -687,14 +692,7 @@ def test_a_letter_that_another_program_wrote_holds_up_no_other(platform: EventSQ
 
 @pytest.mark.parametrize("time", ["infinity", "-infinity"])
 def test_a_letter_with_a_time_that_python_lacks_holds_up_no_other(platform: EventSQL, time: str) -> None:
-    """As a program may write it that inserts events with times of its own."""
-    with platform.database.connection() as connection:
-        connection.execute(
-            "INSERT INTO eventsql.event_buffer (eql_topic, eql_partition, eql_value, eql_metadata, eql_created_at) "
-            "VALUES ('orders_dlt', -1, '', '{}', %s::timestamptz)",
-            [time],
-        )
-    platform.transfer.run_once()
+    write_letter(platform, time=time)
     *_, odd = platform.dead_letters.list("orders")
     assert odd.buffered_at.year == {"infinity": 9999, "-infinity": 1}[time]
     assert platform.dead_letters.redrive("orders") == 8

@@ -63,13 +63,13 @@ def connect_server(home: Path) -> Iterator[str]:
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(AUTHENTICATION, variables[AUTHENTICATION])
-            wait_until(lambda: _answers(process, port), "the Connect server answers")
+            wait_until(lambda: answers(process, port), "the Connect server answers")
             yield f"sc://{HOST}:{port}"
     finally:
         kill(process)
 
 
-def _answers(server: psutil.Process, port: int) -> bool:
+def answers(server: psutil.Process, port: int) -> bool:
     assert server.is_running(), "the Connect server has died"
     with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
         return True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -18,7 +17,7 @@ import pytest
 
 from eventsql_orchestration.orchestration.local_processes import free_port, python_path
 from eventsql_orchestration.spark.connect_server import AUTHENTICATION, ConnectServer
-from tests.spark.connect import environment
+from tests.spark.connect import answers, environment
 from tests.spark.processes import kill
 from tests.waiting import wait_until
 
@@ -45,21 +44,15 @@ class Server:
     def __init__(self, directory: Path) -> None:
         self._modules = directory / "modules"
         self._modules.mkdir()
-        self._port, self._ui_port = free_port(0), free_port(0)
+        self.port, self._ui_port = free_port(0), free_port(0)
         # The environment of a program that has a session of Spark Connect, as a notebook gives it to its commands.
         of_client = {"SPARK_API_MODE": "connect", "SPARK_CONNECT_MODE_ENABLED": "1"}
         variables = {**environment(directory), **of_client, "PYTHONPATH": python_path(self._modules)}
         self._server = ConnectServer(
-            directory, port=self._port, ui_port=self._ui_port, environment=variables,
+            directory, port=self.port, ui_port=self._ui_port, environment=variables,
             settings={"spark.driver.memory": "768m"},
         )  # fmt: skip
         self.process = psutil.Process(self._server.start().pid)
-
-    def listens(self) -> bool:
-        assert self.process.is_running(), self._server.log.read_text()
-        with suppress(OSError), socket.create_connection(("127.0.0.1", self._port), timeout=1):
-            return True
-        return False
 
     def answer_of_client(self, number: int) -> list[int]:
         """The answer of a client if both modules have this number."""
@@ -100,7 +93,7 @@ class Server:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     running = Server(tmp_path_factory.mktemp("connect_server"))
     try:
-        wait_until(running.listens, "the Connect server listens")
+        wait_until(lambda: answers(running.process, running.port), "the Connect server answers")
         yield running
     finally:
         kill(running.process)

@@ -720,19 +720,23 @@ def test_a_writer_with_a_name_outlives_its_checkpoint(
     assert publications_in(platform) == [("copy", 0, 40)]
 
 
+def writer_of_a_query(options: WriteOptions, monkeypatch: pytest.MonkeyPatch, query: str = "a query") -> StreamWriter:
+    """A writer of batches with the column `value`, for tasks of one streaming query."""
+    task_context = Mock()
+    task_context.get().getLocalProperty.return_value = query
+    monkeypatch.setattr("eventsql_orchestration.spark.writer.TaskContext", task_context)
+    return StreamWriter(options, StructType([StructField("value", BinaryType())]), overwrite=False)
+
+
 @pytest.mark.parametrize("same", [True, False], ids=["the same rows", "as many other rows"])
 def test_a_batch_of_another_streaming_query_must_have_the_rows_that_were_published(
     platform: EventSQL, dsn: str, monkeypatch: pytest.MonkeyPatch, *, same: bool
 ) -> None:
     """Driven as Spark does: a query's id lives in its checkpoint, so another id means another checkpoint."""
-    task_context = Mock()
-    monkeypatch.setattr("eventsql_orchestration.spark.writer.TaskContext", task_context)
-    options = {"dsn": dsn, "topic": "fares", "writerId": "copies"}
-    columns = StructType([StructField("value", BinaryType())])
-    stream = StreamWriter(WriteOptions.parse(options, streaming=True), columns, overwrite=False)
+    options = WriteOptions.parse({"dsn": dsn, "topic": "fares", "writerId": "copies"}, streaming=True)
 
     def commit(query: str, values: list[bytes]) -> None:
-        task_context.get().getLocalProperty.return_value = query
+        stream = writer_of_a_query(options, monkeypatch, query)
         stream.commit([stream.write(iter([pa.record_batch({"value": [value]})])) for value in values], 0)
 
     commit("first", [b"1", b"2"])
@@ -744,14 +748,6 @@ def test_a_batch_of_another_streaming_query_must_have_the_rows_that_were_publish
             commit("second", [b"3", b"4"])
     assert sorted(values_in(platform, "fares")) == ["1", "2"]
     assert publications_in(platform) == [("copies", 0, 2)]
-
-
-def writer_of_a_query(options: WriteOptions, monkeypatch: pytest.MonkeyPatch) -> StreamWriter:
-    """A writer of batches with the column `value`, for tasks of one streaming query."""
-    task_context = Mock()
-    task_context.get().getLocalProperty.return_value = "a query"
-    monkeypatch.setattr("eventsql_orchestration.spark.writer.TaskContext", task_context)
-    return StreamWriter(options, StructType([StructField("value", BinaryType())]), overwrite=False)
 
 
 @pytest.mark.parametrize("options", [{}, {"writerId": "copies"}], ids=["unnamed", "named"])
