@@ -37,6 +37,7 @@ from eventsql_orchestration.dagster import (
     consumer_asset,
     queue_asset,
     range_asset,
+    share_runs,
     store_asset,
     subscription_asset,
     table_asset,
@@ -229,6 +230,9 @@ def test_consumers_that_would_take_one_anothers_place_are_refused(
         lambda: build_definitions([], topics=["rides"]),  # type: ignore[list-item]
         lambda: build_definitions([], assets=[consume]),  # type: ignore[list-item]
         lambda: build_alert_sensor(build_lag_check(consumer("a"), max_events=1), print),  # type: ignore[arg-type]
+        lambda: build_alert_sensor([build_lag_check(consumer("a"), max_events=1)], "page"),  # type: ignore[arg-type]
+        lambda: build_alert_sensor([build_lag_check(consumer("a"), max_events=1)], lambda: None),  # type: ignore[arg-type,misc]
+        lambda: share_runs("shared", consumer("a")),  # type: ignore[arg-type]
         lambda: topic_asset(TOPIC, translator=EventSQLTranslator),  # type: ignore[arg-type]
         # Each letter of a text would be an asset, or a kind.
         lambda: topic_asset(TOPIC, deps="orders"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import dagster as dg
@@ -16,6 +16,7 @@ from eventsql_orchestration.dagster.steps import job_of_assets
 from eventsql_orchestration.dagster.tags import CONSUMER_RUN, CONSUMER_TAG, SHARED_TAG, TOPIC_TAG
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.orchestration.shards import partition_label
+from eventsql_orchestration.validation import check_several
 
 _OF_ONE = (TOPIC_TAG, CONSUMER_TAG)
 """Tags of a consumer's own runs that shared runs do not have."""
@@ -38,6 +39,7 @@ def share_runs(
     Raises `ValidationError` for fewer than two consumers, and if a consumer reads an asset that another materializes:
     their steps have an order, so each needs its own runs.
     """
+    check_several("consumers", consumers, Collection)
     if len(consumers) < 2:
         raise ValidationError("runs are shared by at least two consumers")
     materialized = _materialized(name, consumers)

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias
 
 import dagster as dg
 
-from eventsql_orchestration.consuming.handlers import check_returned, check_runs
+from eventsql_orchestration.consuming.handlers import check_handler, check_returned
 from eventsql_orchestration.dagster.monitoring.checks import ReportedCheck, latest_evaluation
 from eventsql_orchestration.dagster.monitoring.reports import read_cursor
 from eventsql_orchestration.dagster.tags import INTERNAL_RUN
@@ -61,7 +61,7 @@ def build_alert_sensor(
 
     If the severity of a red check changes, it alerts again. Each alert is sent at least once: if `notify` raises, the
     alert is sent again at the next tick, and other alerts are sent meanwhile. The tick fails if no alert could be sent.
-    Raises `ValidationError` if there are no checks, or if `notify` is not callable, or asynchronous.
+    Raises `ValidationError` if there are no checks, or if `notify` cannot be called in this way, or is asynchronous.
     """
     check_several("checks", checks)
     keys = tuple(
@@ -69,9 +69,7 @@ def build_alert_sensor(
     )
     if not keys:
         raise ValidationError("an alert sensor needs at least one check")
-    if not callable(notify):
-        raise ValidationError(f"notify is a function of one alert, not {notify!r}")
-    check_runs(notify)
+    check_handler(notify, "alert")
 
     @dg.sensor(
         name=name,
