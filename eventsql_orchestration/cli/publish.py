@@ -20,7 +20,7 @@ from eventsql_orchestration.cli.parameters import POSITIVE, Number, TopicName, c
 from eventsql_orchestration.cli.sources import BadRecord, Record, Source
 from eventsql_orchestration.errors import EventSQLError, InputError, InvalidPublicationError
 from eventsql_orchestration.model import Publication, check_partition
-from eventsql_orchestration.validation import counted
+from eventsql_orchestration.validation import counted, shown
 
 if TYPE_CHECKING:
     from eventsql_orchestration.client.publisher import ClusterPublisher
@@ -221,7 +221,7 @@ def _key(content: object, field: str) -> str:
     if not isinstance(content, Mapping):
         raise InputError(f"not a JSON object, so it has no field {field!r} for the key")
     if field not in content:
-        raise InputError(f"field {field!r} for the key is missing")
+        raise InputError(f"field {field!r} for the key is missing; the fields are {shown([*content])}")
     match content[field]:
         case str(text):
             return text

@@ -285,7 +285,8 @@ def test_a_malformed_line_of_a_file_is_named_and_nothing_is_published(
 @pytest.mark.parametrize(
     "case",
     [
-        ('{"name": "x"}', "field 'id' for the key is missing"),
+        ('{"name": "x", "ID": 1}', "field 'id' for the key is missing; the fields are ['name', 'ID']; nothing"),
+        ("{}", "field 'id' for the key is missing; the fields are []; nothing"),
         ('{"id": null}', "field 'id' for the key is null"),
         ('{"id": {}}', "field 'id' for the key is neither text nor a number"),
         ("[1]", "not a JSON object, so it has no field 'id' for the key"),
