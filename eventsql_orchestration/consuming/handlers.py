@@ -121,7 +121,10 @@ def check_ran(returned: object) -> None:
     if inspect.iscoroutine(returned):
         # Python would warn that nothing awaited it.
         returned.close()
-    raise TypeError("the handler returned an awaitable or a generator, which has not run")
+    raise TypeError(
+        "the handler returned an awaitable or a generator, which has not run: run a coroutine by "
+        "`asyncio.run_coroutine_threadsafe(…, loop).result()`, and loop over a generator"
+    )
 
 
 def one_by_one(handler: EventHandler) -> BatchHandler:

@@ -166,6 +166,7 @@ def test_an_event_whose_handler_returns_an_awaitable_has_failed(
     (state,) = platform.registry.consumer("orders", "mailer")
     assert state.last_event_id == 0
     assert (state.failure or "").startswith("TypeError: the handler returned an awaitable")
+    assert "run_coroutine_threadsafe" in (state.failure or "")
 
 
 @with_one_event
