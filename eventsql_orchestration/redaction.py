@@ -115,7 +115,7 @@ def secrets_of(url: str) -> UrlSecrets:
         # libpq quotes single elements of a list.
         values += [value, *value.split(",")]
     values += [pair.partition("=")[2] for pair in options.split("&")]
-    shown = frozenset(names - {""})
+    shown = frozenset(names)
     return UrlSecrets(_hidden(passwords, shown), _hidden(words, shown), _hidden(values, shown), shown)
 
 
