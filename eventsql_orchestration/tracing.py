@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import chain
 from typing import TYPE_CHECKING, Final, ParamSpec, TypeVar
 
 from eventsql_orchestration.consuming.claim_values import Claim
@@ -61,9 +61,7 @@ def carrying(publication: Publication) -> Publication:
 
 
 def _with(publication: Publication, context: Mapping[str, str]) -> Publication:
-    # The publisher refuses any other value.
-    given: object = publication
-    if not context or not isinstance(given, Publication) or TRACEPARENT in publication.metadata:
+    if not context or TRACEPARENT in publication.metadata:
         return publication
     # Leave out the state of another context: it comes from an event whose metadata were forwarded.
     kept = {name: value for name, value in publication.metadata.items() if name != TRACESTATE}
@@ -155,32 +153,31 @@ class TracedPublisher:
     def publish_all(self, publications: Iterable[Publication], *, connection: CallersConnection | None = None) -> int:
         """See `ClusterPublisher.publish_all`. One span is for all events, with the name of the first event's topic."""
         check_many(publications)
-        events = iter(publications)
-        first = tuple(islice(events, 1))
-        if not first:
+        events = map(check_publication, publications)
+        first = next(events, None)
+        if first is None:
             return 0
-        with self._span(getattr(first[0], "topic", None)) as span:
+        with self._span(first.topic) as span:
             context = current_context()
-            carrying_all = (_with(each, context) for each in chain(first, events))
+            carrying_all = (_with(each, context) for each in chain([first], events))
             published = self._publisher.publish_all(carrying_all, connection=connection)
             span.set_attribute("messaging.batch.message_count", published)
             return published
 
     @contextmanager
-    def _span(self, topic: str | None) -> Iterator[trace.Span]:
-        name = "publish" if topic is None else f"publish {topic}"
-        attributes = _messaging(topic, "publish", "send")
+    def _span(self, topic: str) -> Iterator[trace.Span]:
+        name, attributes = f"publish {topic}", _messaging(topic, "publish", "send")
         with self._tracer.start_as_current_span(name, None, trace.SpanKind.PRODUCER, attributes) as span:
             yield span
 
 
-def _messaging(topic: str | None, name: str, kind: str) -> dict[str, str | int]:
+def _messaging(topic: str, name: str, kind: str) -> dict[str, str | int]:
     """Attributes by OpenTelemetry's conventions for messaging."""
     return {
         "messaging.system": "eventsql",
         "messaging.operation.name": name,
         "messaging.operation.type": kind,
-        **({} if topic is None else {"messaging.destination.name": topic}),
+        "messaging.destination.name": topic,
     }
 
 

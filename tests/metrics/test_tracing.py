@@ -5,11 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 import dagster as dg
 import pytest
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, SpanLimits, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode, format_span_id, format_trace_id
@@ -25,7 +25,7 @@ from eventsql_orchestration.dagster import (
 )
 from eventsql_orchestration.dagster.lineage.origin import lineage
 from eventsql_orchestration.database import Connection
-from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.errors import InvalidNameError, ValidationError
 from eventsql_orchestration.tracing import MOST_LINKS, Tracing, carrying
 
 
@@ -34,7 +34,8 @@ class Traces:
 
     def __init__(self) -> None:
         self._exporter = InMemorySpanExporter()
-        self.provider = TracerProvider()
+        # The SDK itself keeps 128 links by default.
+        self.provider = TracerProvider(span_limits=SpanLimits(max_links=2 * MOST_LINKS))
         self.provider.add_span_processor(SimpleSpanProcessor(self._exporter))
         self.tracing = Tracing(self.provider)
         self.tracer = self.provider.get_tracer("a service")
@@ -60,6 +61,13 @@ def orders(platform: EventSQL) -> EventSQL:
 def stored(platform: EventSQL) -> list[Event]:
     platform.transfer.run_once()
     return platform.reader.read("orders")
+
+
+PARENT: Final = f"00-{7:032x}-{8:016x}-01"
+
+
+def event(metadata: dict[str, Any]) -> Event:
+    return Event("orders", 1, -1, None, b"", 0, 0, metadata)
 
 
 def context(span: ReadableSpan) -> Any:
@@ -129,6 +137,27 @@ def test_a_span_has_a_bounded_number_of_links(orders: EventSQL, traces: Traces) 
     assert len(process.links) == MOST_LINKS
 
 
+@pytest.mark.parametrize(
+    "metadata", [{}, {"traceparent": "00-nonsense"}, {"traceparent": 7}, {"traceparent": PARENT, "tracestate": 7}]
+)
+def test_an_event_with_no_context_or_a_wrong_one_leaves_a_batch_in_the_trace_of_the_others(
+    traces: Traces, metadata: dict[str, object]
+) -> None:
+    """Metadata that another program has written may be any JSON."""
+    handle = traces.tracing.handler("orders", "mailer")(lambda events, connection: None)
+    handle([event(metadata), event({"traceparent": PARENT}), event({"traceparent": PARENT})], None)
+    [process] = traces.ended("process orders")
+    assert process.parent is not None
+    assert format_span_id(process.parent.span_id) == PARENT.split("-")[2]
+    assert list(process.links) == []
+
+
+def test_a_handler_may_get_no_events(traces: Traces) -> None:
+    traces.tracing.handler("orders", "mailer")(lambda events, connection: None)([], None)
+    [process] = traces.ended("process orders")
+    assert (process.attributes or {})["messaging.batch.message_count"] == 0
+
+
 def test_a_failure_is_an_error_of_its_span_and_of_the_consumer(orders: EventSQL, traces: Traces) -> None:
     publisher = traces.tracing.publisher(orders.publisher)
     publisher.publish(Publication("orders", b"tea"))
@@ -185,13 +214,27 @@ def test_a_function_that_would_never_run_is_refused(orders: EventSQL, traces: Tr
     for function in wrong:
         with pytest.raises(ValidationError, match="would never run"):
             traces.tracing.handler("orders", "mailer")(function)
-    with pytest.raises(ValidationError):
-        traces.tracing.publisher(orders.publisher).publish(b"tea")  # type: ignore[arg-type]
-    with pytest.raises(ValidationError):
-        traces.tracing.publisher(orders.publisher).publish_all([b"tea"])  # type: ignore[list-item]
-    with pytest.raises(ValidationError):
-        traces.tracing.publisher(orders.publisher).publish_all([None, Publication("orders", b"")])  # type: ignore[list-item]
+
+
+def test_what_is_no_publication_no_handler_and_no_name_is_refused(orders: EventSQL, traces: Traces) -> None:
+    publisher: Any = traces.tracing.publisher(orders.publisher)
+    publication: Any = Publication("orders", b"")
+    for several in (publication, [b"tea"], [None, publication], [publication, b"tea"]):
+        with pytest.raises(ValidationError):
+            publisher.publish_all(several)
+    not_a_publication: Any = b"tea"
+    for one in (publisher.publish, carrying):
+        with pytest.raises(ValidationError):
+            one(not_a_publication)
     assert stored(orders) == []
+
+    handle = traces.tracing.handler("orders", "mailer")(lambda work, connection: None)
+    for work in ("tea", b"tea", 7):
+        with pytest.raises(ValidationError, match="takes events or a claim"):
+            handle(work, None)
+    for topic, consumer in (("Orders!", "mailer"), ("orders", "")):
+        with pytest.raises(InvalidNameError):
+            traces.tracing.handler(topic, consumer)
 
 
 def test_a_traced_handler_with_wrong_parameters_is_refused_before_an_event_fails(
