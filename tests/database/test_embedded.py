@@ -24,6 +24,7 @@ import pytest
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.database.embedded import EmbeddedPostgres, EmbeddedServer, programs, server
 from eventsql_orchestration.database.embedded.configuration import server_settings
+from eventsql_orchestration.database.embedded.postmaster import Postmaster
 from eventsql_orchestration.errors import ConfigurationError, EmbeddedServerError, MissingExtraError
 from tests.fixtures import Until, memory_disk
 
@@ -161,9 +162,21 @@ def test_the_server_accepts_every_setting_of_the_package(shared: EmbeddedPostgre
 
 def test_a_socket_is_made_only_where_its_path_fits(base: Path) -> None:
     assert server_settings(2**30, Path("/data"), 20000)["unix_socket_directories"] == "/data"
-    assert server_settings(2**30, Path("/" + "d" * 90), 20000)["unix_socket_directories"] == ""
+    for unfit in ("/" + "d" * 90, "/a,b", "/it's", '/"a"', "/a\\b"):
+        assert server_settings(2**30, Path(unfit), 20000)["unix_socket_directories"] == ""
     deep = EmbeddedPostgres(base / ("d" * 60) / ("it's a long path" + "e" * 60) / "postgres")
     assert query(deep.start().dsn, "SHOW unix_socket_directories") == [("",)]
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "shared", "cache", "maintenance"),
+    [(256, 128, 256, 64), (4096, 512, 2048, 128), (65536, 1024, 32768, 512)],
+)
+def test_the_server_takes_a_share_of_the_memory(megabytes: int, shared: int, cache: int, maintenance: int) -> None:
+    settings = server_settings(megabytes * 2**20, Path("/data"), 20000)
+    assert settings["shared_buffers"] == f"{shared}MB"
+    assert settings["effective_cache_size"] == f"{cache}MB"
+    assert settings["maintenance_work_mem"] == f"{maintenance}MB"
 
 
 def test_variables_of_the_environment_lead_to_no_other_server(
@@ -288,6 +301,16 @@ def test_a_lock_held_by_another_process_is_waited_for_no_longer_than_asked(fresh
             fresh.start(timeout=0.1)
 
 
+def test_the_lock_of_a_directory_that_was_removed_meanwhile_locks_nobody_out(base: Path) -> None:
+    path = base / "held"
+    with path.open("a") as removed:
+        path.unlink()
+        assert not server._lock(removed)
+        with path.open("a") as present:
+            assert not server._lock(removed)
+            assert server._lock(present)
+
+
 # Stopping, dying and coming back
 
 
@@ -366,6 +389,19 @@ def test_a_pid_file_whose_number_belongs_to_a_stranger_does_not_block_the_start(
     finally:
         stranger.kill()
         stranger.wait(60)
+
+
+@pytest.mark.parametrize("lines", [1, 2, 3, 7])
+def test_a_server_whose_pid_file_is_not_complete_is_not_ready(postgres: EmbeddedPostgres, lines: int) -> None:
+    """A server writes its file line by line while it starts."""
+    server = postgres.start()
+    file = server.data_directory / "postmaster.pid"
+    complete = file.read_text()
+    file.write_text("".join(complete.splitlines(keepends=True)[:lines]))
+    found = Postmaster.of(server.data_directory)
+    assert postgres.status() is None
+    file.write_text(complete)
+    assert found == (None if lines == 1 else Postmaster(server.pid, server.port if lines > 3 else 0, ready=False))
 
 
 def test_a_copy_of_a_running_server_is_not_taken_for_it(postgres: EmbeddedPostgres, base: Path) -> None:
@@ -602,6 +638,36 @@ def test_named_programs_that_are_missing_or_too_old_are_refused(
         (directory / name).write_text("#!/bin/sh\necho 'postgres (PostgreSQL) 13.9'\n")
         (directory / name).chmod(0o755)
     with pytest.raises(EmbeddedServerError, match="PostgreSQL 14 or newer"):
+        fresh.start()
+
+
+def test_an_initialisation_that_takes_too_long_is_ended(
+    fresh: EmbeddedPostgres, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = base / "bin"
+    directory.mkdir()
+    monkeypatch.setenv(programs.PROGRAMS_VARIABLE, str(directory))
+    for name, does in {
+        "initdb": "exec sleep 600",
+        "pg_ctl": "",
+        "postgres": "echo 'postgres (PostgreSQL) 18.1'",
+    }.items():
+        (directory / name).write_text(f"#!/bin/sh\n{does}\n")
+        (directory / name).chmod(0o755)
+    with pytest.raises(EmbeddedServerError, match="initdb did not end"):
+        fresh.start(timeout=0.2)
+    assert not list(fresh.directory.glob(".eventsql-initdb-*"))
+
+
+@as_root
+def test_named_programs_that_the_servers_account_cannot_run_are_refused(
+    fresh: EmbeddedPostgres, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = base / "closed"
+    closed.mkdir(mode=0o700)
+    (closed / "bin").symlink_to(programs.find_programs())
+    monkeypatch.setenv(programs.PROGRAMS_VARIABLE, str(closed / "bin"))
+    with pytest.raises(EmbeddedServerError, match="cannot run"):
         fresh.start()
 
 

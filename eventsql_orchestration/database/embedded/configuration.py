@@ -26,8 +26,8 @@ def server_settings(memory: int, data: Path, port: int) -> dict[str, str]:
     """The settings of a server on a machine with `memory` bytes. Durability (fsync, synchronous_commit) is left on."""
     megabytes = memory // 2**20
     socket_path = os.fsencode(data / f".s.PGSQL.{port}")
-    # The setting is a list: a comma or a quote in the path would end its first item.
-    has_socket = len(socket_path) < _SOCKET_PATH_BYTES and not set(str(data)) & set(",\"'")
+    # The setting is a list: a comma or a quote in the path would end its first item. A backslash begins an escape.
+    has_socket = len(socket_path) < _SOCKET_PATH_BYTES and not set(str(data)) & set(",\"'\\")
     return {
         "listen_addresses": HOST,
         "port": str(port),
@@ -61,6 +61,6 @@ def server_settings(memory: int, data: Path, port: int) -> dict[str, str]:
 
 
 def configuration(settings: Mapping[str, str]) -> str:
-    lines = [f"{name} = '{value.replace(chr(39), chr(39) * 2)}'" for name, value in settings.items()]
+    lines = [f"{name} = '{value}'" for name, value in settings.items()]
     header = "# Written anew at each start of the embedded server: change a setting with ALTER SYSTEM."
     return "\n".join([header, *lines, ""])
