@@ -115,6 +115,19 @@ def test_the_session_of_a_new_owner_is_not_killed(tmp_path: Path) -> None:
     assert killed == [orphan.pid]
 
 
+def test_processes_that_cannot_be_killed_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_processes, "_KILL_TIMEOUT", 0.1)
+    orphan = start_group(
+        tmp_path / PROCESSES_LOCK,
+        lambda lock: subprocess.Popen(["sleep", "600"], pass_fds=(lock,), start_new_session=True),
+    )
+    still_run = f"still run \\(groups {orphan.pid}\\)"
+    with pytest.raises(LocalProcessError, match=still_run), only_one(tmp_path, kill=lambda _: None):
+        pytest.fail("it goes on beside them")
+    orphan.kill()
+    orphan.wait(PATIENCE)
+
+
 def test_a_taken_port_is_not_chosen() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
