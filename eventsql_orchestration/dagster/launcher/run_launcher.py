@@ -313,12 +313,14 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
     def _watch(self) -> None:
         with self._servers.lock:
             if self._servers.watch is None:
-                self._servers.watch = start_thread("launcher", self._look_again_and_again)
+                self._servers.watch = start_thread("launcher", self._look_again_and_again, weakref.ref(self._instance))
 
-    def _look_again_and_again(self) -> None:
+    def _look_again_and_again(self, instance: weakref.ref[dg.DagsterInstance]) -> None:
         ended: set[str] = set()
         while not self._servers.closed.wait(_WATCH_EVERY):
-            if not self.has_instance:
+            if instance() is None:
+                # The program has dropped the instance without closing it.
+                self.dispose()
                 return
             try:
                 self._end_unused_servers()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -93,6 +94,22 @@ def test_a_launcher_whose_instance_is_closed_refuses_a_launch(deployment: Deploy
         with pytest.raises(LauncherClosedError):
             launcher.launch_run(LaunchRunContext(deployment.run(run), workspace))
     assert deployment.servers() == servers
+
+
+def test_the_servers_of_an_instance_that_is_dropped_without_being_closed_end(deployment: Deployment) -> None:
+    run = deployment.create(location="second")
+    workspace = deployment.workspace.create_request_context()
+    instance = dg.DagsterInstance.from_ref(deployment.instance.get_ref())
+    launcher = instance.run_launcher
+    assert isinstance(launcher, PreforkRunLauncher)
+    launcher.launch_run(LaunchRunContext(deployment.run(run), workspace))
+    assert deployment.ended(run) is SUCCESS
+    server, watch = psutil.Process(deployment.servers("second")[-1]), launcher._servers.watch
+    assert watch is not None
+    del instance
+    gc.collect()
+    wait_until(lambda: not watch.is_alive(), "the end of the launcher's thread")
+    wait_until(lambda: ended(server), "the end of the server")
 
 
 def test_a_process_of_another_machine_ends_a_run_through_the_launcher_that_forked_it(deployment: Deployment) -> None:
