@@ -20,7 +20,7 @@ from eventsql_orchestration.dagster.launcher.worker import Worker
 from tests.waiting import wait_until
 
 LOCATION: Final = """
-import atexit, os, signal, sys, time
+import atexit, os, signal, sys, tempfile, time
 from pathlib import Path
 import dagster as dg
 import own_module
@@ -60,6 +60,15 @@ def work(context: dg.OpExecutionContext, config: Work) -> None:
             assert Path(KEPT.name).is_dir()
             atexit.register((HERE / f"{context.run_id}.ended").touch)
             Cycle(HERE / f"{context.run_id}.freed")
+            globals()["OWN"] = tempfile.TemporaryDirectory(prefix=f"{context.run_id}.own", dir=HERE)
+        case "die at exit":
+            atexit.register(os.kill, os.getpid(), signal.SIGKILL)
+        case "signals":
+            assert signal.set_wakeup_fd(-1) == -1
+            assert signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL
+            assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        case "draw":
+            (HERE / f"{context.run_id}.drawn").write_text(str(numpy.random.random()))
         case "wait":
             while not (HERE / "go").exists():
                 time.sleep(0.01)

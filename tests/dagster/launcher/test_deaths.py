@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import dagster as dg
 import psutil
@@ -26,7 +26,7 @@ STARTING, STARTED = (dg.DagsterRunStatus(name) for name in ("STARTING", "STARTED
 
 IN_SERVER: Final = "import sys, threading\nif any(word.endswith('launcher.server') for word in sys.orig_argv):\n    "
 
-MONITORED: Final = {
+MONITORED: Final[dict[str, dict[str, Any]]] = {
     "run_coordinator": {"module": "dagster.core.run_coordinator", "class": "QueuedRunCoordinator"},
     "run_monitoring": {"enabled": True, "start_timeout_seconds": 1, "max_resume_run_attempts": 0},
 }
@@ -85,6 +85,24 @@ def test_the_next_daemon_reports_the_runs_that_ended_with_the_container_of_the_l
     monitored.instance.add_run_tags(run.run_id, worker.tags())
     monitor(monitored)
     assert monitored.run(run.run_id).status is FAILURE
+
+
+@pytest.mark.nightly
+def test_a_server_leaves_a_killed_run_to_run_monitoring_if_that_resumes_runs(tmp_path: Path) -> None:
+    monitoring = {**MONITORED["run_monitoring"], "max_resume_run_attempts": 1}
+    with deployed(tmp_path, "first", config={**MONITORED, "run_monitoring": monitoring}) as deployment:
+        run = deployment.waiting()
+        os.kill(deployment.worker(run).pid, signal.SIGKILL)
+        wait_until(lambda: any("SIGKILL" in message for message in deployment.said(run)), "the report of the death")
+        assert deployment.run(run).status is STARTED
+        deployment.go()
+
+        def resumed() -> bool:
+            monitor(deployment)
+            return deployment.run(run).is_finished
+
+        wait_until(resumed, "the end of the resumed run")
+        assert deployment.run(run).status is SUCCESS
 
 
 @pytest.mark.nightly

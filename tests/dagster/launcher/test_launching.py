@@ -14,6 +14,7 @@ import psutil
 import pytest
 from dagster._daemon.run_coordinator.queued_run_coordinator_daemon import QueuedRunCoordinatorDaemon
 
+from eventsql_orchestration.dagster.launcher import dagster_internals as internals
 from eventsql_orchestration.dagster.launcher import run_launcher
 from eventsql_orchestration.dagster.launcher.dagster_internals import LaunchRunContext
 from eventsql_orchestration.dagster.launcher.run_launcher import TERMINATE_TAG, LauncherClosedError, PreforkRunLauncher
@@ -73,6 +74,7 @@ def test_a_terminated_run_is_canceled_and_its_process_ends(deployment: Deploymen
         assert deployment.ended(run) is CANCELED
         wait_until(lambda: not deployment.worker(run).is_alive(), "the end of the process")
         assert not launcher.terminate(run)
+        assert deployment.run(run).status is CANCELED
 
 
 def test_a_run_that_is_canceled_before_its_process_begins_is_reported_as_canceled(deployment: Deployment) -> None:
@@ -211,6 +213,46 @@ def test_the_server_of_a_reloaded_location_ends_without_a_further_run(deployment
     wait_until(lambda: ended(server), "the end of the server")
 
 
+def test_a_server_goes_on_while_the_code_server_of_its_location_is_not_known(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The location has an error, or its code server starts."""
+    assert deployment.ended(deployment.launch()) is SUCCESS
+    deployment.workspace.reload_code_location("first")
+    assert deployment.ended(deployment.launch()) is SUCCESS
+    server = deployment.servers()[-1]
+    monkeypatch.setattr(internals, "code_servers", lambda _: {"first": "", "second": ""})
+    deployment.launcher._end_unused_servers()
+    run = deployment.launch()
+    assert deployment.ended(run) is SUCCESS
+    assert deployment.seen(run)[1] == server
+
+
+def test_ctrl_c_in_the_terminal_of_the_launcher_leaves_the_server_to_the_launcher(deployment: Deployment) -> None:
+    assert deployment.ended(deployment.launch()) is SUCCESS
+    server = deployment.servers()[-1]
+    os.kill(server, signal.SIGINT)
+    run = deployment.launch()
+    assert deployment.ended(run) is SUCCESS
+    assert deployment.seen(run)[1] == server
+
+
+def test_a_run_has_no_settings_of_the_servers_signals(deployment: Deployment) -> None:
+    assert deployment.ended(deployment.launch("signals")) is SUCCESS
+
+
+def test_a_process_that_dies_after_its_run_has_ended_changes_nothing_of_the_run(deployment: Deployment) -> None:
+    run = deployment.launch("die at exit")
+    assert deployment.ended(run) is SUCCESS
+    process = deployment.seen(run)[0]
+    server = psutil.Process(deployment.seen(run)[1])
+    wait_until(lambda: not psutil.pid_exists(process), "the end of the process")
+    # Before its next answer, the server has begun the report.
+    assert deployment.ended(deployment.launch()) is SUCCESS
+    wait_until(lambda: not server.children(), "the end of the report")
+    assert deployment.run(run).status is SUCCESS
+
+
 @pytest.mark.nightly
 def test_two_launchers_of_one_instance_have_the_same_server(deployment: Deployment) -> None:
     """Threads of the daemon that ask an instance for its launcher at the same time make several launchers."""
@@ -273,8 +315,9 @@ def test_a_refused_launch_goes_back_into_the_queue_and_each_process_executes_its
 
         wait_until((tmp_path / "first" / f"{second}.ended").exists, "the run's own exit handler")
         wait_until((tmp_path / "first" / f"{second}.freed").exists, "the deletion of an object that refers to itself")
-        # The directory that the import made is still there.
         wait_until(lambda: not server.children(), "the end of the second process")
+        assert not list((tmp_path / "first").glob(f"{second}.own*"))
+        # The directory that the import made is still there.
         third = deployment.launch("use")
         assert deployment.ended(third) is SUCCESS
 

@@ -7,15 +7,17 @@ import signal
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import dagster as dg
 import psutil
 import pytest
 from dagster._core.code_pointer import FileCodePointer, ModuleCodePointer
 
+from eventsql_orchestration.dagster.launcher import server as fork_server
 from eventsql_orchestration.dagster.launcher import server_process
 from eventsql_orchestration.dagster.launcher.dagster_internals import RepositoryPythonOrigin
 from eventsql_orchestration.dagster.launcher.server_process import (
@@ -31,8 +33,15 @@ from tests.dagster.launcher import busy_server, killed_server
 from tests.dagster.launcher.conftest import Deployment
 from tests.waiting import wait_until
 
+NATIVE_THREAD = """
+import ctypes
+libc = ctypes.CDLL(None)
+libc.pthread_create(ctypes.byref(ctypes.c_ulong()), None, libc.pause, None)
+"""
+
 REFUSED = {
     "opens a socket": ("import socket\nKEPT = socket.socket()", "sockets", 120),
+    "has a thread of a native library": (NATIVE_THREAD, "a native library that it imports keeps 1 threads", 120),
     "fails": ("raise ValueError('no licence')", "no licence", 120),
     "hangs": ("import threading\nthreading.Event().wait()", "within 1 s", 1),
     "dies": ("import os\nos._exit(7)", "exit code 7", 120),
@@ -59,6 +68,14 @@ def test_a_location_with_a_library_that_ends_its_threads_before_a_fork_is_served
 ) -> None:
     origin = _origin(tmp_path, "import numpy")
     server = ServerProcess("numeric", origin, shared_instance.get_ref(), max_runs=5, timeout=120)
+    _close(server)
+
+
+def test_a_new_file_of_variables_is_a_change_of_a_location(tmp_path: Path, shared_instance: dg.DagsterInstance) -> None:
+    server = ServerProcess("first", _origin(tmp_path, ""), shared_instance.get_ref(), max_runs=5, timeout=120)
+    (tmp_path / ".env").write_text("NEW=1\n")
+    with pytest.raises(ReplacedError, match=r"\.env has changed"):
+        server.launch("a run", resume=False)
     _close(server)
 
 
@@ -244,6 +261,32 @@ def test_a_second_process_of_a_run_leaves_it_to_the_first(deployment: Deployment
     assert deployment.run(run).status is dg.DagsterRunStatus.NOT_STARTED
     assert deployment.worker(run) == first
     assert not (deployment.root / "first" / run).exists()
+
+
+def test_the_death_of_a_second_process_of_a_run_is_not_reported_as_the_death_of_the_run(
+    deployment: Deployment, killable: Killable
+) -> None:
+    run = deployment.create()
+    deployment.instance.add_run_tags(run, Worker.of_process(run, os.getpid()).tags())
+    killable.window.write_text("the child")
+    killable.server.launch(run, resume=False)
+    killable.window.unlink()
+    # Before its next answer, the server has begun the report.
+    assert killable.server.launch(run, resume=False)
+    wait_until(lambda: not psutil.Process(killable.server.pid).children(), "the end of the report")
+    assert deployment.run(run).status is dg.DagsterRunStatus.NOT_STARTED
+
+
+@pytest.mark.parametrize(
+    ("other", "left"),
+    [({}, True), ({"started": "0"}, False), ({"processes": "of another machine"}, False), ({"pid": 0}, False)],
+)
+def test_a_run_is_left_to_a_process_of_this_machine_that_is_alive(*, other: dict[str, Any], left: bool) -> None:
+    executing = replace(Worker.of_process("run", os.getppid()), **other)
+    run = dg.DagsterRun(job_name="job", run_id="run", tags=executing.tags())
+    assert fork_server._has_other_process(run, Worker.of_process("run", os.getpid())) == left
+    # A launcher writes the tag of a resumed run before the process begins.
+    assert not fork_server._has_other_process(run, executing)
 
 
 def test_the_death_of_a_process_that_has_not_begun_is_reported_and_its_server_goes_on(

@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import dagster as dg
 import pytest
 from dagster._core.test_utils import create_run_for_test
 
+from eventsql_orchestration.dagster.launcher.dagster_internals import GRPC_INFO_TAG
 from eventsql_orchestration.dagster.launcher.run_launcher import TERMINATE_TAG, PreforkRunLauncher
 from eventsql_orchestration.dagster.launcher.worker import Worker
 
@@ -82,9 +84,84 @@ def test_a_launcher_that_has_launched_nothing_ends_the_runs_that_it_watches(proc
         instance.add_run_tags(run.run_id, Worker.of_process(run.run_id, process.pid).tags())
         watched = instance.get_run_by_id(run.run_id)
         assert watched is not None
-        assert instance.run_launcher.check_run_worker_health(watched).status.value == "RUNNING"
+        others = watching()
+        for _ in range(2):
+            assert instance.run_launcher.check_run_worker_health(watched).status.value == "RUNNING"
+        assert len(watching() - others) == 1
         instance.report_run_canceling(watched)
         instance.add_run_tags(run.run_id, {TERMINATE_TAG: run.run_id})
+        assert process.wait(120) == -signal.SIGTERM
+
+
+def watching() -> set[threading.Thread]:
+    """The threads of launchers."""
+    return {thread for thread in threading.enumerate() if thread.name == "eventsql-launcher"}
+
+
+def test_a_launcher_ends_runs_again_after_the_storage_was_away(
+    process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with dg.instance_for_test(overrides=LAUNCHER) as instance:
+        run = create_run_for_test(instance, status=dg.DagsterRunStatus.CANCELING)
+        worker = Worker.of_process(run.run_id, process.pid)
+        instance.add_run_tags(run.run_id, {TERMINATE_TAG: run.run_id, **worker.tags()})
+        look, away = PreforkRunLauncher._end_terminated_runs, [OSError("the storage is away")]
+
+        def look_later(launcher: PreforkRunLauncher, ended: set[str]) -> set[str]:
+            if away:
+                raise away.pop()
+            return look(launcher, ended)
+
+        monkeypatch.setattr(PreforkRunLauncher, "_end_terminated_runs", look_later)
+        instance.run_launcher.check_run_worker_health(run)
+        assert process.wait(120) == -signal.SIGTERM
+        assert not away
+
+
+def test_a_launcher_ends_no_other_run_than_one_of_this_machine_whose_own_tag_asks_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(Worker, "interrupt", lambda worker: asked.append(worker.run))
+    with dg.instance_for_test(overrides=LAUNCHER) as instance:
+        launcher = instance.run_launcher
+        assert isinstance(launcher, PreforkRunLauncher)
+        not_asked, copied, elsewhere = (
+            create_run_for_test(instance, status=dg.DagsterRunStatus.CANCELING).run_id for _ in range(3)
+        )
+        instance.add_run_tags(not_asked, Worker.of_process(not_asked, os.getpid()).tags())
+        # Dagster copies the tags of a run to its re-execution.
+        instance.add_run_tags(copied, {TERMINATE_TAG: not_asked, **Worker.of_process(copied, os.getpid()).tags()})
+        worker = replace(Worker.of_process(elsewhere, os.getpid()), processes="of another machine")
+        instance.add_run_tags(elsewhere, {TERMINATE_TAG: elsewhere, **worker.tags()})
+        assert launcher._end_terminated_runs(set()) == set()
+    assert asked == []
+
+
+def test_a_process_that_may_not_be_ended_keeps_no_other_run_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: set[str] = set()
+
+    def refuse(worker: Worker) -> bool:
+        asked.add(worker.run)
+        raise PermissionError
+
+    monkeypatch.setattr(Worker, "interrupt", refuse)
+    with dg.instance_for_test(overrides=LAUNCHER) as instance:
+        launcher = instance.run_launcher
+        assert isinstance(launcher, PreforkRunLauncher)
+        runs = {create_run_for_test(instance, status=dg.DagsterRunStatus.CANCELING).run_id for _ in range(2)}
+        for run in runs:
+            instance.add_run_tags(run, {TERMINATE_TAG: run, **Worker.of_process(run, os.getpid()).tags()})
+        assert launcher._end_terminated_runs(set()) == asked == runs
+
+
+def test_a_forked_re_execution_of_a_run_of_dagsters_launcher_is_terminated(process: subprocess.Popen[bytes]) -> None:
+    """Dagster copies its launcher's tag to the re-execution."""
+    with dg.instance_for_test(overrides=LAUNCHER) as instance:
+        run = create_run_for_test(instance, status=dg.DagsterRunStatus.STARTED)
+        worker = Worker.of_process(run.run_id, process.pid)
+        instance.add_run_tags(run.run_id, {GRPC_INFO_TAG: "{}", **worker.tags()})
+        assert instance.run_launcher.terminate(run.run_id)
         assert process.wait(120) == -signal.SIGTERM
 
 
