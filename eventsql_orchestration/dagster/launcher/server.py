@@ -253,8 +253,8 @@ def _report_crash(ref: internals.InstanceRef, death: _Death) -> None:
 
 def _draw_new_seeds() -> None:
     """Draw new seeds in libraries, so that children do not draw the same numbers. Python renews its own seed."""
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed()
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:
+        numpy_random.seed()
 
 
 def _load(location: Location, files: LoadedFiles, exits: ExitHandlers, given: set[int]) -> dict[str, Any]:

@@ -353,6 +353,14 @@ def test_runs_go_on_and_begin_while_the_code_server_is_dead(tmp_path: Path) -> N
         assert deployment.seen(following)[1] == deployment.servers()[-1] != deployment.servers()[0]
 
 
+@pytest.mark.nightly
+def test_two_runs_draw_different_numbers_from_numpy(tmp_path: Path) -> None:
+    with deployed(tmp_path, "first", before="import numpy.random") as deployment:
+        runs = [deployment.launch("draw") for _ in range(2)]
+        assert [deployment.ended(run) for run in runs] == [SUCCESS, SUCCESS]
+        assert len({(tmp_path / "first" / f"{run}.drawn").read_text() for run in runs}) == 2
+
+
 THREAD = "import threading\nthreading.Thread(target=threading.Event().wait, name='poller', daemon=True).start()"
 
 
