@@ -24,7 +24,7 @@ from eventsql_orchestration.dagster.consumers.tick import evaluate
 from eventsql_orchestration.dagster.tags import CLAIMED_AT_TAG, FINISHED, LATE_TAG, location_tags
 from eventsql_orchestration.errors import RedefinitionError
 from eventsql_orchestration.orchestration.owners import owner_of_run
-from tests.dagster.conftest import Workbench, registering, request_of
+from tests.dagster.conftest import Workbench, registering, request_of, sql
 from tests.dagster.location import ledger, record
 from tests.fixtures import SaidBy
 
@@ -412,6 +412,11 @@ def test_an_event_that_is_due_later_is_not_claimed_before(bench: Workbench) -> N
     assert not bench.run(failing, bench.request(eager)).success
     bench.prolong_pause(failing)
     assert "is retried in" in bench.tick(eager.sensors[0])
+
+
+def test_a_tick_on_a_database_that_was_not_migrated_says_what_to_run(bench: Workbench) -> None:
+    sql(bench.platform, "DROP TABLE eventsql.consumer CASCADE")
+    assert "run `eventsql migrate`" in bench.tick(eager.sensors[0])
 
 
 def test_a_tick_ends_when_the_database_does_not_answer_in_time(bench: Workbench) -> None:

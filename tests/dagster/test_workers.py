@@ -153,6 +153,20 @@ def test_a_queue_that_is_not_registered_is_named_by_the_tick_and_by_the_run(benc
     assert "launch the job `register`" in str(result.all_events[-1].event_specific_data)
 
 
+def test_a_tick_on_a_database_that_was_not_migrated_says_what_to_run(work: Work) -> None:
+    sql(work.bench.platform, "DROP TABLE eventsql.queue CASCADE")
+    assert "run `eventsql migrate`" in work.tick()
+
+
+def test_a_tick_ends_when_the_database_does_not_answer_in_time(work: Work) -> None:
+    hurried = worker(write, ticks=TickOptions(statement_timeout=0.5))
+    work.send(1)
+    with work.bench.platform.database.transaction() as connection:
+        connection.execute("LOCK TABLE eventsql.queue_message")
+        assert "statement timeout" in work.tick(hurried)
+    assert len(work.tick(hurried)) == 1
+
+
 def test_a_failing_message_delays_no_other_and_becomes_a_dead_letter(work: Work) -> None:
     work.queue = Queue(work.bench.platform, "pictures", max_receives=2)
     ids = work.send(5)
