@@ -102,7 +102,6 @@ class ForkServer:
                 work = self._launch(str(request["run"]), resume=bool(request["resume"]))
             except ChannelClosedError:
                 listening = False
-                # Otherwise `select` would find the channel ready for ever.
                 self._channel.close()
             if work is not None:
                 return work
