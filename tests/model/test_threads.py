@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from eventsql_orchestration.threads import ThreadResult, Wake, in_thread
+from eventsql_orchestration.errors import ClosedError
+from eventsql_orchestration.threads import ThreadResult, Wake, after_commit, in_thread
 from tests.interrupting import interrupted
 from tests.waiting import PATIENCE
 
@@ -133,6 +134,23 @@ def test_the_caller_of_a_thread_gets_its_result_or_its_error() -> None:
         with pytest.raises(ValueError, match="invalid literal"):
             failing.result(PATIENCE)
     assert failing.done()
+
+
+def test_a_commit_is_not_failed_by_the_error_of_waking_others(caplog: pytest.LogCaptureFixture) -> None:
+    woken: list[object] = []
+
+    def wake(topic: str, *, error: Exception | None = None) -> None:
+        if error is not None:
+            raise error
+        woken.append(topic)
+
+    call = after_commit(wake)
+    call("orders")
+    # Nobody of a closed platform waits.
+    call("orders", error=ClosedError("the platform is closed"))
+    assert (woken, caplog.text) == (["orders"], "")
+    call("orders", error=OSError("no connection"))
+    assert "nobody was woken after a commit: no connection" in caplog.text
 
 
 def test_ctrl_c_at_any_moment_of_a_wait_for_a_thread_lets_the_thread_end(until: Until) -> None:
