@@ -199,6 +199,7 @@ def test_the_url_of_a_new_shard_need_not_stand_among_the_arguments(
     [
         ([], "EVENTSQL_NEW_DSN"),
         (["--dsn", "postgresql://u:s3cret@h/x", "--dsn-file", "url"], "give one of them"),
+        (["--dsn", "postgresql://u:s3cret@h/x", "--prepare", "--execute"], "give one of them"),
         (["--dsn-file", "nowhere"], "nowhere cannot be read"),
         (["--dsn", "postgresql://u:p@127.0.0.1:1/x?connect_timeout=s3cret"], "connect_timeout"),
     ],
@@ -233,6 +234,13 @@ def test_a_shard_is_added_after_a_plan(orders: Run, whole: Run, dsns: list[str])
     assert "no consumer is held back" in whole("shard", "status").stderr
 
 
+def test_commands_for_shards_say_that_they_need_the_urls_of_all(dsns: list[str]) -> None:
+    one = running(dsns[2])
+    one("migrate")
+    assert "name all shards before it" in one("shard", "list", code=2).stderr
+    assert "name the existing shards before the command" in running()("shard", "add", "--dsn", dsns[2], code=2).stderr
+
+
 @pytest.mark.parametrize(("older", "step"), [(0, []), (0, ["--prepare"]), (1, ["--execute"])])
 def test_only_migrate_upgrades_the_existing_shards(orders: Run, dsns: list[str], older: int, step: list[str]) -> None:
     with psycopg.connect(dsns[older], autocommit=True) as connection:
@@ -253,6 +261,9 @@ def test_a_database_that_a_server_keeps_for_maintenance_is_called_so(run: Run, d
 def test_a_shard_that_is_prepared_is_shown_with_what_is_to_be_done(orders: Run, whole: Run, dsns: list[str]) -> None:
     prepared = orders("shard", "add", "--dsn", dsns[2], "--name", "west", "--prepare")
     assert "shard 'west' takes no events yet: give its URL to every process" in prepared.stderr
+    planned = orders("shard", "add", "--dsn", dsns[2])
+    assert re.search(r"state +prepared\n", planned.stdout)
+    assert "when every process has this URL" in planned.stderr
     listed = objects(whole("shard", "list", "--json"))
     assert [(each["shard"], each["generation"], each["state"]) for each in listed] == [
         ("shard-1", 1, "takes events"), ("shard-2", 1, "takes events"), ("west", None, "prepared"),
