@@ -258,6 +258,15 @@ def test_a_consumer_that_somebody_else_leases_is_left_alone(platform: EventSQL, 
     assert position(platform, orders, "mailer") == {-1: 0}
 
 
+def test_a_stream_whose_consumer_is_deleted_stops(platform: EventSQL, dsn: str, orders: str) -> None:
+    platform.registry.register_consumer(Consumer(orders, "lake"))
+    with streaming(dsn, orders, consumer="lake") as reader:
+        reader.commit({orders: {"0": 101}})
+        platform.registry.unregister_consumer(orders, "lake")
+        with pytest.raises(ConsumerNotFoundError, match=r"option consumer: .*'lake'"):
+            reader.commit({orders: {"0": 201}})
+
+
 def test_a_stream_that_another_one_with_its_consumer_has_overtaken_stops(
     platform: EventSQL, dsn: str, orders: str
 ) -> None:

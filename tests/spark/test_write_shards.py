@@ -629,6 +629,22 @@ def test_a_later_write_waits_for_what_was_decided_on_its_shards(
     assert all(found == sorted(found) for found in numbers.values())
 
 
+def test_a_batch_that_was_published_before_does_not_wait_for_what_was_decided_on_its_shard(
+    platform: EventSQL, dsns: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, claim = claimed(platform)
+    with Publications(source_of(dsns)) as publications:
+        hold = publications.hold(claim.id, "shard-2")
+        alone = [Attempt(each.id, tuple(share for share in each.shares if share.shard == "shard-2"))
+                 for each in staged(publications, FEW, FEW)]  # fmt: skip
+        assert publications.publish("hourly", 0, alone, hold)
+        kill_at(dsns, FEW, 1, "UPDATE ON eventsql.spark_part", at_commit=True)
+        monkeypatch.setattr(publication, "FINISH_SECONDS", 0.0)
+        with psycopg.connect(dsns[1]) as lock:
+            lock.execute("SELECT FROM eventsql.spark_part FOR UPDATE")
+            assert not publications.publish("hourly", 0, alone, hold)
+
+
 @pytest.mark.nightly
 def test_a_write_without_a_writer_that_is_not_finished_is_not_to_be_repeated(
     platform: EventSQL, dsns: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
