@@ -103,6 +103,21 @@ def test_one_odd_setting_changes_nothing(dsn: str, direct_dsn: str, name: str) -
         everything.publish(platform, direct_dsn)
 
 
+def test_a_captured_table_that_is_gone_is_forgotten_by_its_name_although_the_database_quotes_all_names(
+    direct_dsn: str,
+) -> None:
+    setting(direct_dsn, quote_all_identifiers="on")
+    with EventSQL(direct_dsn, transfer=False) as platform:
+        platform.registry.register_topic(Topic("changes"))
+        with psycopg.connect(direct_dsn) as mine:
+            mine.execute("CREATE TABLE public.orders (id integer PRIMARY KEY)")
+        assert platform.capture("public.orders", "changes").table == "public.orders"
+        with psycopg.connect(direct_dsn) as mine:
+            mine.execute("DROP TABLE public.orders")
+        platform.captures.drop("public.orders", "changes")
+        assert platform.captures.list() == []
+
+
 class OnStandby(psycopg.Cursor[Any]):
     """A cursor as on a standby, which takes no statement at the level SERIALIZABLE."""
 

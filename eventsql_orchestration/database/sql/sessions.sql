@@ -10,6 +10,7 @@ SELECT pg_backend_pid(), current_setting('server_encoding'),
            set_config('extra_float_digits', '1', false),
            set_config('array_nulls', 'on', false),
            set_config('row_security', 'on', false),
+           set_config('quote_all_identifiers', 'off', false),
            set_config('default_transaction_isolation', 'read committed', false),
            set_config('tcp_keepalives_idle', least(current_setting('tcp_keepalives_idle')::int, 15)::text, false),
            set_config(
