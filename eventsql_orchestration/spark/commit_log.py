@@ -185,8 +185,9 @@ class CommitLog:
         # Without a query and a checksum, the writer is the query.
         same_query = query == stream.query and (query is not None or stream.checksum is None)
         same_rows = None in (checksum, stream.checksum) or checksum == stream.checksum
-        if same_query and stream.numbered and (checksum is None or checksum != stream.checksum):
-            # A checkpoint that was set back plans other batches, which may have as many events.
+        if same_query and (checksum is None or checksum != stream.checksum):
+            # A query repeats only its last batch. A checkpoint that was set back plans other batches, which may have as
+            # many events.
             self._check_last(connection, batch, stream)
         if events == batch.events and (same_query or same_rows):
             return

@@ -81,13 +81,11 @@ class StreamBatch:
     identity.
 
     `query` is the id of the streaming query, which lives as long as its checkpoint, or None if Spark does not name it.
-    `checksum` is the sum of its tasks' checksums. Both are None if the writer is the query itself. `numbered` says that
-    the number is Spark's: then the query repeats no batch but its last.
+    `checksum` is the sum of its tasks' checksums. Both are None if the writer is the query itself.
     """
 
     query: str | None = None
     checksum: int | None = None
-    numbered: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
@@ -159,9 +159,9 @@ class StreamWriter(_Writing, DataSourceStreamArrowWriter):
         staged = _staged(messages)
         stream = self._stream(staged)
         if self._options.writer is not None:
-            self._publish(self._options.writer, batchId, staged, replace(stream or StreamBatch(), numbered=True))
+            self._publish(self._options.writer, batchId, staged, stream or StreamBatch())
         elif stream is not None and stream.query is not None:
-            self._publish(stream.query, batchId, staged, StreamBatch(numbered=True))
+            self._publish(stream.query, batchId, staged, StreamBatch())
         elif any(message.attempt.events for message in staged):
             raise ConfigurationError(
                 "option writerId is missing: give it, because Spark does not tell the query's id here"

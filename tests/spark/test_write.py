@@ -53,7 +53,7 @@ from eventsql_orchestration.spark.encoder import BATCH_BYTES, Encoder
 from eventsql_orchestration.spark.options import Source, WriteOptions
 from eventsql_orchestration.spark.source import EventSQLDataSource
 from eventsql_orchestration.spark.staging import Attempt, Share, WriteTarget, stage
-from eventsql_orchestration.spark.writer import StreamWriter
+from eventsql_orchestration.spark.writer import BatchWriter, StreamWriter
 from eventsql_orchestration.topics.partitioner import default_partition, partition_of_key
 from tests.forms import check_order
 from tests.spark.streams import run_to_end
@@ -720,11 +720,16 @@ def test_a_writer_with_a_name_outlives_its_checkpoint(
     assert publications_in(platform) == [("copy", 0, 40)]
 
 
-def writer_of_a_query(options: WriteOptions, monkeypatch: pytest.MonkeyPatch, query: str = "a query") -> StreamWriter:
-    """A writer of batches with the column `value`, for tasks of one streaming query."""
+def query_of_tasks(monkeypatch: pytest.MonkeyPatch, query: str) -> None:
+    """Let all tasks be of one streaming query."""
     task_context = Mock()
     task_context.get().getLocalProperty.return_value = query
     monkeypatch.setattr("eventsql_orchestration.spark.writer.TaskContext", task_context)
+
+
+def writer_of_a_query(options: WriteOptions, monkeypatch: pytest.MonkeyPatch, query: str = "a query") -> StreamWriter:
+    """A writer of batches with the column `value`, for tasks of one streaming query."""
+    query_of_tasks(monkeypatch, query)
     return StreamWriter(options, StructType([StructField("value", BinaryType())]), overwrite=False)
 
 
@@ -788,6 +793,27 @@ def test_a_batch_that_its_query_repeats_after_a_later_batch_is_refused(
         commit(7, b"2", b"5")
     if options:
         commit(7, b"1", b"2")
+    assert sorted(values_in(platform, "fares")) == ["1", "2", "3", "4"]
+
+
+def test_a_batch_of_foreach_batch_that_its_query_repeats_after_a_later_batch_is_refused(
+    platform: EventSQL, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint that was set back may plan other batches, with as many events."""
+    query_of_tasks(monkeypatch, "a query")
+
+    def write(batch: int, *values: bytes) -> None:
+        given = {"dsn": dsn, "topic": "fares", "writerId": "copies", "batchId": str(batch)}
+        schema = StructType([StructField("value", BinaryType())])
+        writer = BatchWriter(WriteOptions.parse(given, streaming=False), schema, overwrite=False)
+        writer.commit([writer.write(iter([pa.record_batch({"value": list(values)})]))])
+
+    write(7, b"1", b"2")
+    write(8, b"3", b"4")
+    write(8, b"4", b"3")
+    write(7, b"1", b"2")
+    with pytest.raises(ConfigurationError):
+        write(7, b"2", b"5")
     assert sorted(values_in(platform, "fares")) == ["1", "2", "3", "4"]
 
 
