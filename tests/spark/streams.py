@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from pyspark.errors import StreamingQueryException
+from pyspark.errors import PySparkException
 from pyspark.sql.streaming.query import StreamingQuery
 from pyspark.sql.streaming.readwriter import DataStreamWriter
 
@@ -26,13 +26,16 @@ def run_to_end(writer: DataStreamWriter, reach: Callable[[StreamingQuery], None]
     On a busy machine, it begins again until its Python starts.
     """
     while True:
-        query = writer.start()
+        query = None
         try:
+            # With Spark Connect, this starts the Python of foreachBatch, too.
+            query = writer.start()
             reach(query)
-        except StreamingQueryException as error:
+        except PySparkException as error:
             if NO_PYTHON not in str(error):
                 raise
         else:
             return query
         finally:
-            query.stop()
+            if query is not None:
+                query.stop()
