@@ -50,7 +50,7 @@ def even_splits(options: ReadOptions, wanted: Sequence[Wanted]) -> list[tuple[Pi
     _check_complete(wanted)
     tasks = [
         tuple(
-            _piece(wanted[index], bounds, first)
+            _piece(wanted[index], bounds, first, occupied[index].stretches[-1].last)
             for index, bounds in task
             if (first := firsts[index, bounds]) is not None
         )
@@ -69,7 +69,7 @@ def _check_complete(wanted: Sequence[Wanted]) -> None:
             each.logs.check_complete(each.offsets, floors[log])
 
 
-def _piece(wanted: Wanted, bounds: Interval, first: int) -> Piece:
+def _piece(wanted: Wanted, bounds: Interval, first: int, last: int) -> Piece:
     offsets, logs = OffsetRange(wanted.offsets.topic, wanted.offsets.partition, *bounds), wanted.logs
     created = logs.registry.cached_topic(offsets.topic).created_at
-    return Piece(offsets, logs.table(offsets.topic), first, wanted.rows, logs.shard, created)
+    return Piece(offsets, logs.table(offsets.topic), first, wanted.rows, logs.shard, created, last)

@@ -63,7 +63,8 @@ class Piece:
     """A range that a task reads, its table, and the offset of its first event when the read was planned.
 
     `rows` are SQL conditions that its events must meet. `shard` is its shard, if there are several databases. `created`
-    is the time when its topic was created: a topic of the same name that was created later has another log.
+    is the time when its topic was created: a topic of the same name that was created later has another log. `last` is
+    the offset of the last event of the whole range, of which the piece is a part: a standby that is behind lacks it.
     """
 
     offsets: OffsetRange
@@ -72,6 +73,7 @@ class Piece:
     rows: Sequence[str] = ()
     shard: ReadShard | None = None
     created: datetime | None = None
+    last: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,7 @@ def _read_piece(
     if piece.created is not None and not _rows(connection, copy_out.topic_query(source.schema, topic, piece.created)):
         raise gone
     try:
-        there = _rows(connection, copy_out.event_query(source.schema, piece.table, piece.first))
+        there = _has_event(connection, source, piece, piece.first)
     except Error as error:
         if error.sqlstate != _UNDEFINED_TABLE:
             raise
@@ -154,6 +156,11 @@ def _read_piece(
             f"{piece.offsets} was planned",
             fail=wanted.fail_on_data_loss,
             shard=piece.shard,
+        )
+    elif piece.last is not None and not _has_event(connection, source, piece, piece.last):
+        raise DatabaseError(
+            f"{piece.offsets} could not be read: this server lacks event {piece.last}, which was there when the read "
+            "was planned. It is a standby that is behind, or was restored: read again"
         )
     same = {"topic": topic, "shard": None if piece.shard is None else piece.shard.name}
     for batch in _events(connection, source, piece, fetched):
@@ -179,6 +186,10 @@ def _repeated(text: str | None, count: int) -> pa.Array:
     encoded = text.encode()
     bounds = pa.py_buffer(struct.pack("=2i", 0, len(encoded)))
     return pa.repeat(pa.StringArray.from_buffers(1, bounds, pa.py_buffer(encoded))[0], count)
+
+
+def _has_event(connection: CopyConnection, source: Source, piece: Piece, offset: int) -> bool:
+    return _rows(connection, copy_out.event_query(source.schema, piece.table, offset)) > 0
 
 
 def _rows(connection: CopyConnection, query: str) -> int:

@@ -13,7 +13,7 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 
 from eventsql_orchestration import Connection, EventSQL, OffsetRange, Topic
-from eventsql_orchestration.errors import DataLossError, EventSQLError
+from eventsql_orchestration.errors import DatabaseError, DataLossError, EventSQLError
 from eventsql_orchestration.model import Retention
 from eventsql_orchestration.spark.log_planner import Logs
 from eventsql_orchestration.spark.reader import BatchReader, read_schema
@@ -216,6 +216,18 @@ def test_a_read_may_begin_at_offset_0(dsn: str, orders: str) -> None:
 def test_a_read_that_begins_behind_the_last_event_is_empty(session: Connection, dsn: str, orders: str) -> None:
     session.execute(f"SELECT nextval('eventsql.{stored(orders)}_eql_id_seq')")
     assert offsets_read(reader_of(dsn, subscribe=orders, startingOffsets=1_002)) == []
+
+
+def test_a_task_on_a_standby_that_is_behind_fails(platform: EventSQL, dsn: str, orders: str) -> None:
+    reader = reader_of(dsn, subscribe=orders, numPartitions=2)
+    planned = reader.partitions()
+    with platform.database.connection() as connection:
+        # As if the standby lacked the newest events.
+        connection.execute(f"DELETE FROM eventsql.{stored(orders)} WHERE eql_id > 900")
+    for split in planned:
+        with pytest.raises(DatabaseError, match="lacks event 1000"):
+            list(reader.read(split))
+    assert offsets_read(reader) == list(range(1, 901))
 
 
 def test_retention_does_not_take_what_a_task_is_reading(
