@@ -21,8 +21,8 @@ from eventsql_orchestration.spark.reader import Reading
 from eventsql_orchestration.spark.shards import ALONE, naming
 
 if TYPE_CHECKING:
-    from eventsql_orchestration.spark.log_planner import TopicPartition
-    from eventsql_orchestration.spark.multi_log_planner import AllLogs
+    from eventsql_orchestration.spark.log_planner import Extent, TopicPartition
+    from eventsql_orchestration.spark.multi_log_planner import AllLogs, Log
     from eventsql_orchestration.spark.progress import StreamProgress
 
 
@@ -45,6 +45,7 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
         self._opened: AllLogs | None = None
         self._consuming: dict[str | None, StreamProgress] = {}
         self._last: dict[TopicPartition, int] | None = None
+        self._latest: dict[str, Any] | None = None
 
     def initialOffset(self) -> dict[str, Any]:
         logs, progress = self._open(), self._progress()
@@ -73,23 +74,19 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
         self._write_progress(starts)
 
         held_back, extents = logs.held_back(starts), logs.extents()
+        _check_reached(starts, extents)
         after = {tp: first - 1 for tp, first in starts.items()}
         upto: dict[TopicPartition, int] = {}
         for tp in starts:
-            extent = extents[tp.log]
-            if after[tp] > extent.newest:
-                raise EventSQLError(
-                    f"{tp.whole} ends at offset {extent.end}, but this stream has read up to {starts[tp]}. The "
-                    "topic was recreated or restored: begin with a new checkpoint"
-                )
             # A partition that is newer than the trigger has no event from before it.
-            last = extent.settled if self._last is None else self._last.get(tp, 0)
+            last = extents[tp.log].settled if self._last is None else self._last.get(tp, 0)
             upto[tp] = after[tp] if tp.log in held_back else max(last, after[tp])
 
         upto = _within_layouts(logs, after, upto)
         if isinstance(limit, ReadMaxRows):
             upto = _limited(logs, after, upto, limit.max_rows)
-        return self._offset({tp: last + 1 for tp, last in upto.items()})
+        self._latest = self._offset({tp: last + 1 for tp, last in upto.items()})
+        return self._latest
 
     def reportLatestOffset(self) -> dict[str, Any]:
         return self._offset({tp: settled + 1 for tp, settled in self._settled().items()})
@@ -104,6 +101,9 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
 
         # After a restart, this may be the first call.
         every, starts, ends = self._open(), self._nexts(start), self._nexts(end)
+        if end != self._latest:
+            # An earlier run has planned this batch, maybe on another server.
+            _check_reached(ends, every.extents())
         progress = self._progress()
         wanted = []
         for logs in every:
@@ -238,6 +238,17 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
 
 def _called(marks: Sequence[str]) -> str:
     return ", ".join("a database that was not a shard" if mark == ALONE else f"shard {mark!r}" for mark in marks)
+
+
+def _check_reached(nexts: Mapping[TopicPartition, int], extents: Mapping[Log, Extent]) -> None:
+    """Raise `EventSQLError` if a log is shorter than the checkpoint's offset."""
+    for tp, following in nexts.items():
+        extent = extents[tp.log]
+        if following - 1 > extent.newest:
+            raise EventSQLError(
+                f"{tp.whole} ends at offset {extent.end}, but the checkpoint is at offset {following}. If the topic "
+                "was restored, begin with a new checkpoint. If this server is a standby that is behind, start again"
+            )
 
 
 def _within_layouts(

@@ -175,6 +175,11 @@ def test_a_stream_that_has_read_more_than_its_topic_has_stops(dsn: str, orders: 
         reader.latestOffset({orders: {"0": 1_501}}, ReadAllAvailable())
 
 
+def test_a_batch_that_was_planned_on_a_server_that_has_more_is_not_read_in_part(dsn: str, orders: str) -> None:
+    with streaming(dsn, orders) as reader, pytest.raises(EventSQLError, match=r"ends at offset 1000, .* 1501"):
+        reader.partitions({orders: {"0": 901}}, {orders: {"0": 1_501}})
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
