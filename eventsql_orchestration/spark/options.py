@@ -92,7 +92,8 @@ class TaskOptions:
 class WriteOptions:
     """The options of a write.
 
-    `topic` is None if a column names it, `writer` is None without a name. `headers` go into every event's metadata.
+    `topic` is None if a column names it, `writer` is None without a name, `batch` without a number. `headers` go into
+    every event's metadata.
     `claim_shard` is the shard of `claim`, if there are several.
     """
 
@@ -100,7 +101,7 @@ class WriteOptions:
     topic: str | None
     headers: Mapping[str, str]
     writer: str | None
-    batch: int
+    batch: int | None
     claim: int | None
     claim_shard: str | None = None
 
@@ -113,7 +114,7 @@ class WriteOptions:
             given.refuse("a stream numbers its batches itself", "batchId")
             given.refuse("a stream keeps its progress in its checkpoint", "claim")
         claim = given.number("claim", 1, MAX_BIGINT)
-        batch = given.number("batchId", 0, MAX_BIGINT, default=0)
+        batch = given.number("batchId", 0, MAX_BIGINT)
         topic, writer = given.text("topic"), given.text("writerId")
         if writer is not None:
             check_text("option writerId", writer, most=MAX_WRITER_BYTES)

@@ -139,11 +139,15 @@ class BatchWriter(_Writing, DataSourceArrowWriter):
 
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         staged = _staged(messages)
+        # Within foreachBatch, the batch is a stream's.
+        writer, batch, stream = self._options.writer, self._options.batch, self._stream(staged)
+        if stream is not None and writer is not None and self._claim is None and batch is None:
+            # Each batch would be a repetition of batch 0.
+            raise ConfigurationError("option batchId is missing: within foreachBatch, give the number of the batch")
         try:
-            # Within foreachBatch, the batch is a stream's.
-            self._publish(self._options.writer, self._options.batch, staged, self._stream(staged))
+            self._publish(writer, batch or 0, staged, stream)
         except PublicationUnfinishedError as error:
-            if self._options.writer is not None:
+            if writer is not None:
                 raise
             # Repeating the write would publish everything twice, as another writer. A transfer finishes this write.
             logger.warning("%s", error)

@@ -796,6 +796,24 @@ def test_a_batch_that_its_query_repeats_after_a_later_batch_is_refused(
     assert sorted(values_in(platform, "fares")) == ["1", "2", "3", "4"]
 
 
+def write_in_task(dsn: str, *values: bytes, **options: str) -> None:
+    """Write events to `fares`, as the writer `copies`, as Spark does for a frame of one task."""
+    given = WriteOptions.parse({"dsn": dsn, "topic": "fares", "writerId": "copies", **options}, streaming=False)
+    writer = BatchWriter(given, StructType([StructField("value", BinaryType())]), overwrite=False)
+    writer.commit([writer.write(iter([pa.record_batch({"value": list(values)})]))])
+
+
+def test_foreach_batch_needs_the_number_of_the_batch(
+    platform: EventSQL, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise all batches would be batch 0, and the events of the later ones would be lost."""
+    query_of_tasks(monkeypatch, "a query")
+    with pytest.raises(ConfigurationError, match="option batchId is missing"):
+        write_in_task(dsn, b"1", b"2")
+    write_in_task(dsn, b"1", b"2", batchId="0")
+    assert sorted(values_in(platform, "fares")) == ["1", "2"]
+
+
 def test_a_batch_of_foreach_batch_that_its_query_repeats_after_a_later_batch_is_refused(
     platform: EventSQL, dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -803,10 +821,7 @@ def test_a_batch_of_foreach_batch_that_its_query_repeats_after_a_later_batch_is_
     query_of_tasks(monkeypatch, "a query")
 
     def write(batch: int, *values: bytes) -> None:
-        given = {"dsn": dsn, "topic": "fares", "writerId": "copies", "batchId": str(batch)}
-        schema = StructType([StructField("value", BinaryType())])
-        writer = BatchWriter(WriteOptions.parse(given, streaming=False), schema, overwrite=False)
-        writer.commit([writer.write(iter([pa.record_batch({"value": list(values)})]))])
+        write_in_task(dsn, *values, batchId=str(batch))
 
     write(7, b"1", b"2")
     write(8, b"3", b"4")
@@ -888,7 +903,8 @@ def test_a_batch_of_a_stream_that_spark_does_not_name_is_compared_by_its_rows(
     spark: SparkSession, platform: EventSQL, write: Write
 ) -> None:
     def copy(*values: str) -> None:
-        write(spark.createDataFrame([(value,) for value in values], "value string"), topic="fares", writerId="copy")
+        rows = spark.createDataFrame([(value,) for value in values], "value string")
+        write(rows, topic="fares", writerId="copy", batchId=0)
 
     setting = "spark.sql.streaming.internal.stateStore.partitions"
     spark.conf.set(setting, 2)
