@@ -157,22 +157,26 @@ class CommitLog:
         more rows. Raises `ConfigurationError` if a stream's batch is another batch, or if none of the topics is the
         same, and `ClaimLostError` if the claim was not committed.
         """
+        self._check_topics(connection, batch)
         if batch.stream is not None:
             self._check_stream(connection, batch, batch.stream)
         else:
-            self._check_topics_and_events(connection, batch)
+            self._check_events(connection, batch)
         if batch.claim is not None:
             claim, state = self.shard.claims.get(batch.claim.id)
             if state != "committed":
                 raise ClaimLostError(f"{batch} was published before, but not with {claim}: give writerId a new value")
 
-    def _check_topics_and_events(self, connection: Connection, batch: Batch) -> None:
-        events, topics, _, _ = self._record(connection, batch) or (batch.events, [], None, None)
+    def _check_topics(self, connection: Connection, batch: Batch) -> None:
+        _, topics, _, _ = self._record(connection, batch) or (0, [], None, None)
         if topics and batch.topics and set(topics).isdisjoint(batch.topics):
             raise ConfigurationError(
                 f"{batch} was published before to topic {', '.join(topics)}, and nothing is published to topic "
                 f"{', '.join(batch.topics)}: give each topic's writes a writerId of their own"
             )
+
+    def _check_events(self, connection: Connection, batch: Batch) -> None:
+        events, _, _, _ = self._record(connection, batch) or (batch.events, [], None, None)
         if events != batch.events:
             logger.warning(
                 "%s was published before with %d events, so these %d events are not published: give each batch a "

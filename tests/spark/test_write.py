@@ -797,7 +797,7 @@ def test_a_batch_that_its_query_repeats_after_a_later_batch_is_refused(
 
 
 def write_in_task(dsn: str, *values: bytes, **options: str) -> None:
-    """Write events to `fares`, as the writer `copies`, as Spark does for a frame of one task."""
+    """Write events as the writer `copies`, to `fares` if no topic is given, as Spark does for a frame of one task."""
     given = WriteOptions.parse({"dsn": dsn, "topic": "fares", "writerId": "copies", **options}, streaming=False)
     writer = BatchWriter(given, StructType([StructField("value", BinaryType())]), overwrite=False)
     writer.commit([writer.write(iter([pa.record_batch({"value": list(values)})]))])
@@ -812,6 +812,17 @@ def test_foreach_batch_needs_the_number_of_the_batch(
         write_in_task(dsn, b"1", b"2")
     write_in_task(dsn, b"1", b"2", batchId="0")
     assert sorted(values_in(platform, "fares")) == ["1", "2"]
+
+
+def test_two_writes_of_foreach_batch_to_different_topics_need_a_writer_each(
+    platform: EventSQL, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query_of_tasks(monkeypatch, "a query")
+    write_in_task(dsn, b"1", batchId="0")
+    with pytest.raises(ConfigurationError, match="published before to topic fares"):
+        write_in_task(dsn, b"2", batchId="0", topic="plain")
+    write_in_task(dsn, b"2", batchId="0", topic="plain", writerId="others")
+    assert [values_in(platform, topic) for topic in ("fares", "plain")] == [["1"], ["2"]]
 
 
 def test_a_batch_of_foreach_batch_that_its_query_repeats_after_a_later_batch_is_refused(
