@@ -38,7 +38,7 @@ from eventsql_orchestration.errors import (
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, Event, Publication, Topic
 from eventsql_orchestration.publishing.publisher import Publisher
 from eventsql_orchestration.sharding import ANYWHERE
-from eventsql_orchestration.storage.erasing import FAILURE, copy_events, erased_meanwhile
+from eventsql_orchestration.storage.erasing import FAILURE, copy_events
 from eventsql_orchestration.storage.log_queries import LogQueries
 from eventsql_orchestration.storage.reading import BATCH_BYTES, cursor_of_events
 from eventsql_orchestration.topics.layouts import layouts
@@ -121,13 +121,13 @@ class DeadLetters:
                 raise
             raise EventSQLError(f"the dead letter factory raised {describe(error)}") from error
 
-    def bury(self, connection: Connection, event: Event, cause: DeadLetterCause) -> bool:
+    def bury(self, connection: Connection, event: Event, cause: DeadLetterCause, *, erased: Event | None) -> bool:
         """Publish the dead letter of `event` in the caller's transaction; False if the factory returned None.
 
-        Raises errors of the factory and the publisher.
+        `erased` is what `erased_meanwhile` has found in this transaction: an erasure that has already passed the event
+        would not find this copy of it. Raises errors of the factory and the publisher.
         """
-        # An erasure that has already passed the event would not find this copy of it.
-        if erased := erased_meanwhile(connection, self._database.schema, event):
+        if erased is not None:
             # Message and error may quote the value, which the handler got before the erasure.
             event, cause = erased, replace(cause, message=FAILURE, error=ConsumptionError(erased, FAILURE))
         letter = self._made(event, cause)

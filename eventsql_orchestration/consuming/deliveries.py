@@ -476,14 +476,14 @@ class Deliveries:
             # Lock the consumer's row first, as a move of the consumer does.
             connection.execute(self._consumers("count_given_up"), self._key(delivery.partition).parameters())
             self._acknowledge_in(connection, delivery)
-            erased = erased_meanwhile(connection, self._database.schema, delivery.event) is not None
-            buried = self._dead_letters.bury(connection, delivery.event, cause)
+            erased = erased_meanwhile(connection, self._database.schema, delivery.event)
+            buried = self._dead_letters.bury(connection, delivery.event, cause, erased=erased)
             if not buried:
                 raise psycopg.Rollback
         if buried:
             logger.error(
                 "%s gave event %d up after %s, as a dead letter: %s",
                 self._where, delivery.event.id, counted(attempts, "attempt"),
-                FAILURE if erased else describe(error), exc_info=None if erased else error,
+                describe(error) if erased is None else FAILURE, exc_info=error if erased is None else None,
             )  # fmt: skip
         return buried

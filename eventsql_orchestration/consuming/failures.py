@@ -62,7 +62,8 @@ def record_failure(
     attempts = (state.attempts if state.failed_event_id == event.id else 0) + 1
     backoff = backoff_after(attempts)
     # The text may quote the event.
-    shown = None if erased_meanwhile(connection, queries.schema, event) else error
+    erased = erased_meanwhile(connection, queries.schema, event)
+    shown = error if erased is None else None
     described = FAILURE if shown is None else describe(shown)
     failure = Failure(event.id, event.partition, described, attempts, Failure.RETRY)
 
@@ -74,7 +75,7 @@ def record_failure(
         )  # fmt: skip
     elif dead_letters is not None and dead_letters.accepts(key.topic, connection):
         cause = DeadLetterCause.of(key.consumer, error, attempts)
-        failure = _bury(connection, dead_letters, key, event, cause=cause, failure=failure, shown=shown)
+        failure = _bury(connection, dead_letters, key, event, cause=cause, failure=failure, erased=erased)
         if failure.outcome == Failure.DEAD_LETTER:
             advance(connection, queries, key, after=locked.offset, upto=event.id, first=event.id, consumed=1)
             connection.execute(queries("count_given_up"), key.parameters())
@@ -95,14 +96,17 @@ def record_failure(
 
 def _bury(
     connection: Connection, dead_letters: DeadLetters, key: ConsumerPartition, event: Event,
-    *, cause: DeadLetterCause, failure: Failure, shown: BaseException | None,
+    *, cause: DeadLetterCause, failure: Failure, erased: Event | None,
 ) -> Failure:  # fmt: skip
-    """Publish the dead letter of an event, and log the traceback of `shown`. Returns the failure with its outcome."""
-    times = how_often(cause.attempts)
+    """Publish the dead letter of an event, and log its traceback. Returns the failure with its outcome.
+
+    `erased` is the event if it was erased meanwhile.
+    """
+    times, shown = how_often(cause.attempts), cause.error if erased is None else None
     try:
         # If the factory or the publisher fails, its effects are undone, but the failure is still recorded.
         with connection.transaction():
-            buried = dead_letters.bury(connection, event, cause)
+            buried = dead_letters.bury(connection, event, cause, erased=erased)
     except Exception as problem:
         if transaction_lost(connection):
             raise
