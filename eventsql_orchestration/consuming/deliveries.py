@@ -297,7 +297,7 @@ class Deliveries:
         """Note new events as handed out."""
         if fresh:
             rows = {
-                "topic": self._topic, "ids": [each.event.id for each in fresh], "keys": [each.key for each in fresh],
+                "ids": [each.event.id for each in fresh], "keys": [each.key for each in fresh],
                 "workers": [own["worker"] if each.own else None for each in fresh],
             }  # fmt: skip
             connection.execute(self._queries("deliver"), {**own, **rows}, prepare=False)
