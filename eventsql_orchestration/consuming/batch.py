@@ -120,7 +120,7 @@ class _Attempt:
     `failed` before.
     """
 
-    each: bool = False
+    each: bool
     check: bool = False
     failed: _FailedEvent | None = None
 

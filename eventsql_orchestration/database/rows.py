@@ -78,9 +78,7 @@ def query_all(
         return fetch_all(connection, query, values, prepare=prepare)
 
 
-def query_first(
-    database: Connections, query: Query, values: Values = None, *, prepare: bool | None = None
-) -> TupleRow | None:
+def query_first(database: Connections, query: Query, values: Values, *, prepare: bool | None = None) -> TupleRow | None:
     """The first row of a statement, on a pooled connection; None if it gives none."""
     with database.connection() as connection:
         return fetch_first(connection, query, values, prepare=prepare)

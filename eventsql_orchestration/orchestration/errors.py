@@ -62,7 +62,7 @@ class LocalAirflowError(LocalProcessError):
 class AirflowAnswerError(LocalAirflowError):
     """Airflow refused a request. `status` is the status of HTTP."""
 
-    def __init__(self, message: str | None = None, *, status: int = 0) -> None:
+    def __init__(self, message: str | None = None, *, status: int) -> None:
         super().__init__(message)
         self.status = status
 

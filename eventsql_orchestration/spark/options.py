@@ -103,7 +103,7 @@ class WriteOptions:
     writer: str | None
     batch: int | None
     claim: int | None
-    claim_shard: str | None = None
+    claim_shard: str | None
 
     @classmethod
     def parse(cls, options: Mapping[str, str], *, streaming: bool) -> WriteOptions:

@@ -1054,7 +1054,7 @@ def test_a_run_whose_webserver_was_killed_before_it_submitted_the_run_is_not_wai
 
     dagster = RemoteDagster("http://127.0.0.1:3000", "orders", "ledger")
     monkeypatch.setattr(webserver.Webserver, "runs", runs)
-    monkeypatch.setattr(RemoteDagster, "job", DagsterJob("job", (), "partitions", "orders/ledger"))
+    monkeypatch.setattr(RemoteDagster, "job", DagsterJob("job", (), "partitions", "orders/ledger", "orders"))
     assert dagster.under_way("one") == {"one:3-6": "run-2"}
 
 

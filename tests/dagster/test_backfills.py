@@ -77,7 +77,7 @@ def replay(
     bench.instance.add_dynamic_partitions(definition.partitions.name, [key])
     return job_of(bench, definition).execute_in_process(
         instance=bench.instance, partition_key=key, raise_on_error=False,
-        run_config=DagsterJob(definition.job.name, (), definition.partitions.name, "").config(max_failures),
+        run_config=DagsterJob(definition.job.name, (), definition.partitions.name, "", "").config(max_failures),
     )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from tests.dagster.conftest import ONE, OTHER, Workbench
 from tests.dagster.test_shards import ledger
 
 ledger_backfill = build_backfill(ledger)
-JOB = DagsterJob("backfill_ledger", ("ledger",), "ledger_backfill", "orders/ledger")
+JOB = DagsterJob("backfill_ledger", ("ledger",), "ledger_backfill", "orders/ledger", "orders")
 
 
 @pytest.fixture

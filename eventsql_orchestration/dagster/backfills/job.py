@@ -19,13 +19,14 @@ DEFINE_IT: Final = (
 class DagsterJob(BackfillJob):
     """The job that replays a consumer, and the name of its dynamic partitions.
 
-    `of` names the consumer in the tags of runs: backfills of several consumers may have the same id.
+    `of` names the consumer in the tags of runs: backfills of several consumers may have the same id. `location` is that
+    of a webserver's job.
     """
 
     partitions: str
     of: str
+    repository: str
     location: str = ""
-    repository: str = ""
 
     def tags(self, backfill_id: str) -> dict[str, str]:
         """The tags by which the runs of a backfill are found."""

@@ -67,7 +67,7 @@ class LocalRuns(Launcher):
                 if asset.key in job.asset_layer.executable_asset_keys and ASSETS_METADATA in asset.metadata:
                     assert isinstance(asset.partitions_def, dg.DynamicPartitionsDefinition), "given with the metadata"
                     assets = tuple(asset.metadata[ASSETS_METADATA].value)
-                    return DagsterJob(job.name, assets, str(asset.partitions_def.name), of, repository=name)
+                    return DagsterJob(job.name, assets, str(asset.partitions_def.name), of, name)
         raise ValidationError(f"{self.location} has no job for backfills of {of}: {DEFINE_IT}")
 
     def prepare(self, keys: Sequence[str]) -> None:

@@ -126,6 +126,6 @@ def _job(repository: Mapping[str, Any], name: str, of: str) -> DagsterJob:
         if name in node["jobNames"] and ASSETS_METADATA in entries:
             return DagsterJob(
                 name, tuple(json.loads(entries[ASSETS_METADATA])), node["partitionDefinition"]["name"], of,
-                repository["location"]["name"], repository["name"],
+                repository["name"], repository["location"]["name"],
             )  # fmt: skip
     raise ValidationError(f"job {name!r} is for backfills of {of}, and none of its assets is one: {DEFINE_IT}")
