@@ -84,12 +84,12 @@ def top(
         platform.open()
         if topic is not None:
             platform.registry.topic(topic)
-        look = Look(platform, topic)
+        screens = Screens(platform, topic)
         live = None
         if not as_json and stdout_is_terminal():
             live = stack.enter_context(lazy.Live(screen=True, console=lazy.Console(), auto_refresh=False))
         for number in itertools.count(1):
-            screen = look.screen()
+            screen = screens.next()
             if as_json:
                 write_json(screen.as_json(), indent=None)
             elif live is not None:
@@ -101,7 +101,7 @@ def top(
             time.sleep(interval)
 
 
-class Look:
+class Screens:
     """Reads the figures of every shard again and again, and remembers what the rates and trends need."""
 
     def __init__(self, platform: EventSQL, topic: str | None, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -113,8 +113,8 @@ class Look:
         self._rates: dict[object, tuple[float, int]] = {}
         self._trends: dict[object, deque[float]] = {}
 
-    def screen(self) -> Screen:
-        """The next screen. Raises `DatabaseUnavailableError` if a lone database does not answer at first."""
+    def next(self) -> Screen:
+        """Raises `DatabaseUnavailableError` if a lone database does not answer at first."""
         tables: dict[str, list[Row]] = {name: [] for name in _TABLES}
         down: list[str] = []
         for label, reader in self._readers.items():

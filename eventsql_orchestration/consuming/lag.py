@@ -33,7 +33,7 @@ Buffered: TypeAlias = dict[tuple[str, int], tuple[int, float]]
 partitions."""
 
 
-class Backlog(NamedTuple):
+class Remaining(NamedTuple):
     """The events of the log that a consumer partition has left, seconds since the first was published, and the newest
     offset of the partition.
     """
@@ -67,8 +67,8 @@ class LagReader:
         lags: list[ConsumerLag] = []
         for name, of_topic in groupby(states, attrgetter("topic")):
             own = list(of_topic)
-            backlogs = self._backlogs(name, {(state.partition, state.last_event_id) for state in own})
-            lags += [self._lag(state, backlogs[state.partition, state.last_event_id], buffered, ahead) for state in own]
+            left = self._remaining(name, {(state.partition, state.last_event_id) for state in own})
+            lags += [self._lag(state, left[state.partition, state.last_event_id], buffered, ahead) for state in own]
         return lags
 
     def buffered(self) -> dict[str, int]:
@@ -89,17 +89,17 @@ class LagReader:
                 found[topic, counted] = before + count, max(longest, seconds)
         return found
 
-    def _backlogs(self, topic: str, places: set[Place]) -> dict[Place, Backlog]:
+    def _remaining(self, topic: str, places: set[Place]) -> dict[Place, Remaining]:
         with self._database.connection() as connection:
             ends = self._logs.ends(connection, topic, {partition for partition, _ in places})
             waiting = self._logs.waiting(connection, topic, places, ends)
-            found: dict[Place, Backlog] = {}
+            found: dict[Place, Remaining] = {}
             for (partition, after), own in waiting.items():
                 events = own.total
                 if events is None:
                     # Planned for one partition, so that the server counts many events on several processors.
                     events = self._log.count(connection, topic, partition=partition, after=after)
-                found[partition, after] = Backlog(events, own.seconds, ends[partition])
+                found[partition, after] = Remaining(events, own.seconds, ends[partition])
         return found
 
     def _ahead(self, topic: str, consumer: str, until: int) -> tuple[Sequence[int], str]:
@@ -123,7 +123,7 @@ class LagReader:
         # A consumer whose partitions all reached the end of the layout continues at the next look.
         return None if not partitions or state.partition in partitions else detail
 
-    def _lag(self, state: ConsumerState, in_log: Backlog, buffered: Buffered, ahead: Ahead) -> ConsumerLag:
+    def _lag(self, state: ConsumerState, in_log: Remaining, buffered: Buffered, ahead: Ahead) -> ConsumerLag:
         not_moved, waited = buffered.get((state.topic, state.partition), (0, 0.0))
         cause, detail = cause_of(state, in_log.events, not_moved)
         if cause is LagCause.WAITING and (until := self._held_back(state, ahead)) is not None:

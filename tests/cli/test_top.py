@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
-from eventsql_orchestration.cli.top import Look, drawn
+from eventsql_orchestration.cli.top import Screens, drawn
 from eventsql_orchestration.errors import DatabaseUnavailableError
 from eventsql_orchestration.metrics.figures import FiguresReader
 from eventsql_orchestration.queue import Queue
@@ -113,14 +113,14 @@ def test_a_pipe_gets_whole_tables(run: Run, rides: EventSQL) -> None:
     assert "\x1b" not in done.stdout
 
 
-def test_rates_are_events_per_second_between_two_looks(rides: EventSQL) -> None:
+def test_rates_are_events_per_second_between_two_screens(rides: EventSQL) -> None:
     now = [0.0]
-    look = Look(rides, "rides", clock=lambda: now[0])
-    look.screen()
+    screens = Screens(rides, "rides", clock=lambda: now[0])
+    screens.next()
     now[0] = 2.0
     rides.publisher.publish_all([Publication("rides", b"x", partition=0) for _ in range(10)])
     assert rides.consumers.consume_once("rides", "ledger", lambda *_: None, partition=1) == 2
-    screen = look.screen()
+    screen = screens.next()
     [topic] = screen.tables["topics"]
     assert topic["published_rate"] == 5.0
     consumers = screen.tables["consumers"]
@@ -129,11 +129,11 @@ def test_rates_are_events_per_second_between_two_looks(rides: EventSQL) -> None:
 
 
 def test_a_topic_made_anew_has_no_rate_yet(rides: EventSQL) -> None:
-    look = Look(rides, None)
-    look.screen()
+    screens = Screens(rides, None)
+    screens.next()
     rides.registry.unregister_topic("rides", force=True)
     rides.registry.register_topic(Topic("rides"))
-    [row] = [row for row in look.screen().tables["topics"] if row["topic"] == "rides"]
+    [row] = [row for row in screens.next().tables["topics"] if row["topic"] == "rides"]
     assert (row["published_rate"], row["offset"]) == (None, 0)
 
 
@@ -141,7 +141,7 @@ def test_a_low_screen_says_how_many_rows_it_leaves_out(platform: EventSQL) -> No
     for number in range(12):
         platform.registry.register_topic(Topic(f"topic_{number:02}"))
         platform.registry.register_consumer(Consumer(f"topic_{number:02}", "all"))
-    screen = Look(platform, None).screen()
+    screen = Screens(platform, None).next()
     for height in (13, 24, 40):
         console = Console(width=120, height=height, force_terminal=False)
         with console.capture() as capture:
@@ -158,29 +158,29 @@ def test_a_screen_of_80_columns_leaves_names_whole(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic(name)).register_consumer(Consumer(name, "mailer"))
     platform.publisher.publish_all([Publication(name, b"1")] * 2_000)
     platform.transfer.run_once()
-    look = Look(platform, None)
-    look.screen()
+    screens = Screens(platform, None)
+    screens.next()
     for width, trends in ((80, 0), (140, 2)):
         console = Console(width=width, force_terminal=False)
         with console.capture() as capture:
-            console.print(drawn(look.screen(), 24))
+            console.print(drawn(screens.next(), 24))
         assert len(re.findall(rf"^{name} ", capture.get(), re.MULTILINE)) == 2
         assert capture.get().count("trend") == trends
 
 
 def test_a_database_that_restarts_is_waited_for(rides: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
-    look, read = Look(rides, None), FiguresReader.read
+    screens, read = Screens(rides, None), FiguresReader.read
 
     def refuse(_: FiguresReader) -> None:
         raise DatabaseUnavailableError("it restarts")
 
     monkeypatch.setattr(FiguresReader, "read", refuse)
     with pytest.raises(DatabaseUnavailableError):
-        look.screen()
+        screens.next()
     monkeypatch.setattr(FiguresReader, "read", read)
-    look.screen()
+    screens.next()
     monkeypatch.setattr(FiguresReader, "read", refuse)
-    assert look.screen().down
+    assert screens.next().down
 
 
 def test_a_topic_that_is_not_there_is_named(run: Run, rides: EventSQL) -> None:

@@ -66,7 +66,7 @@ def test_a_run_counts_only_its_own_lag_and_gives_up_if_that_takes_long(
         with reader._database.connection() as connection:
             connection.execute("SELECT pg_catalog.pg_sleep(60)")
 
-    monkeypatch.setattr(LagReader, "_backlogs", too_slow)
+    monkeypatch.setattr(LagReader, "_remaining", too_slow)
     result = bench.run(definition, requested)
     assert result.success
     assert counted == [{(-1, ids[-1])}]
