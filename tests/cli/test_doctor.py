@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import psycopg
 import pytest
@@ -63,6 +63,14 @@ def diagnose(run: Run, *arguments: object) -> tuple[int, dict[str, list[dict[str
     return result.exit_code, findings
 
 
+def fault(run: Run, check: str, status: Literal["warning", "problem"]) -> dict[str, Any]:
+    """What `eventsql doctor` finds wrong at one check. It is of this status, and the exit code says so."""
+    code, findings = diagnose(run)
+    (finding,) = [each for each in findings[check] if each["status"] != "ok"]
+    assert (code, finding["status"]) == (1 if status == "problem" else 0, status)
+    return finding
+
+
 def test_a_package_that_was_rolled_back_works_with_the_newer_schema_and_leaves_it_alone(
     invoke: Run, run: Run, dsn: str, platform: EventSQL
 ) -> None:
@@ -91,9 +99,8 @@ def test_a_server_that_is_older_than_the_oldest_supported_one_is_a_problem(
 def test_a_schema_that_is_older_than_the_package_is_a_problem_that_migrate_mends(run: Run, platform: EventSQL) -> None:
     with platform.database.transaction() as connection:
         connection.execute("UPDATE eventsql.schema_version SET version_num = '0001'")
-    code, findings = diagnose(run)
-    (finding,) = findings["schema"]
-    assert (code, finding["status"], finding["remedy"]) == (1, "problem", "eventsql migrate")
+    finding = fault(run, "schema", "problem")
+    assert finding["remedy"] == "eventsql migrate"
     assert f"is at revision 0001, this package needs {migrations.HEAD}" in finding["message"]
 
 
@@ -161,9 +168,7 @@ def test_a_consumer_that_lacks_partitions_is_named_with_the_command_that_adds_th
     platform.registry.register_topic(Topic("rides", 4)).register_consumer(Consumer("rides", "sums", partitioned=True))
     with platform.database.connection() as connection:
         connection.execute("DELETE FROM eventsql.consumer WHERE eql_topic = 'rides' AND eql_partition > 1")
-    code, findings = diagnose(run)
-    assert code == 1
-    (finding,) = [each for each in findings["consumers"] if each["status"] == "problem"]
+    finding = fault(run, "consumers", "problem")
     assert run(*finding["remedy"].split(",")[0].split()[1:]).exit_code == 0
     assert diagnose(run)[0] == 0
 
@@ -191,10 +196,7 @@ def test_a_stalled_transfer_is_a_problem(run: Run, consumer: str, platform: Even
         connection.execute(
             "UPDATE eventsql.event_buffer SET eql_created_at = eql_created_at - interval '3 days 2 hours'"
         )
-    code, findings = diagnose(run)
-    assert code == 1
-    (finding,) = findings["transfer"]
-    assert finding["status"] == "problem"
+    finding = fault(run, "transfer", "problem")
     assert finding["message"].startswith(f"1 event of topic {TOPIC} not transferred, the oldest for 3 d 2 h")
     assert finding["remedy"].startswith("run eventsql transfer, or Dagster's daemon")
     platform.transfer.run_once()
@@ -210,9 +212,7 @@ def test_a_consumer_that_nobody_runs_is_named_after_ten_minutes(
 
     lags = [replace(lag, seconds=660.0) for lag in platform.lag(TOPIC)]
     monkeypatch.setattr("eventsql_orchestration.shards.shard.Shard.lag", lambda _shard: lags)
-    code, findings = diagnose(run)
-    assert code == 0
-    (idle,) = [each for each in findings["consumers"] if each["status"] == "warning"]
+    idle = fault(run, "consumers", "warning")
     assert idle["message"] == (
         f"{consumer} of topic {TOPIC} has consumed nothing for ten minutes, and {waiting}, the oldest for 11 min"
     )
@@ -330,9 +330,7 @@ def test_a_consumer_that_a_killed_process_consumed_as_a_queue_is_named(
 
     with platform.database.connection() as connection:
         connection.execute("UPDATE eventsql.consumer_worker SET eql_expires_at = now()")
-    code, findings = diagnose(run)
-    assert code == 0
-    (left,) = [each for each in findings["consumers"] if each["status"] == "warning"]
+    left = fault(run, "consumers", "warning")
     assert left["message"].startswith(f"{consumer} of topic {TOPIC} was consumed by start_queue")
     with platform.consumers.start_queue(TOPIC, consumer, lambda _event: None):
         pass
@@ -344,16 +342,12 @@ def test_a_blocked_partition_is_a_problem_until_it_has_dead_letters(
 ) -> None:
     publish(platform, b"1")
     platform.consumers.consume_once(TOPIC, consumer, fail)
-    code, findings = diagnose(run)
-    assert code == 1
-    (finding,) = findings["consumers"]
-    assert finding["status"] == "problem"
+    finding = fault(run, "consumers", "problem")
     assert "mailer of topic account_created partition 0 is blocked, event 1 failed 1 of 1 times" in finding["message"]
     assert "ValueError: no such account" in finding["message"]
     assert finding["remedy"].startswith("eventsql topic create account_created_dlt, or correct the handler and ")
     assert run("topic", "create", f"{TOPIC}_dlt").exit_code == 0
-    code, findings = diagnose(run)
-    assert (code, findings["consumers"][0]["status"]) == (0, "warning")
+    fault(run, "consumers", "warning")
 
 
 def test_an_event_of_which_the_factory_makes_no_dead_letter_is_a_problem(
@@ -363,9 +357,7 @@ def test_an_event_of_which_the_factory_makes_no_dead_letter_is_a_problem(
     platform.dead_letters.configure(lambda _event, _cause: None)
     publish(platform, b"1")
     platform.consumers.consume_once(TOPIC, consumer, fail)
-    code, findings = diagnose(run)
-    (finding,) = findings["consumers"]
-    assert (code, finding["status"]) == (1, "problem")
+    finding = fault(run, "consumers", "problem")
     assert finding["remedy"].endswith(f"eventsql consumer resume {TOPIC} {consumer}")
 
 
@@ -380,10 +372,7 @@ def test_events_that_were_written_past_a_repartitioning_are_named(run: Run, cons
             f"INSERT INTO eventsql.{TOPIC}_event (eql_partition, eql_value, eql_buffered_at, eql_metadata) "
             "SELECT 1, '', now(), '{}' FROM generate_series(1, 2)"
         )
-    code, findings = diagnose(run)
-    assert code == 0
-    (finding,) = findings["logs"]
-    assert finding["status"] == "warning"
+    finding = fault(run, "logs", "warning")
     assert f"2 events of topic {TOPIC} from offset 1 to 2 came into partition 1" in finding["message"]
     command = finding["remedy"].partition("eventsql ")[2].split()
     assert len(run(*command).stdout.splitlines()) == 2
@@ -395,10 +384,8 @@ def test_a_sequence_that_is_set_otherwise_is_a_problem_that_its_remedy_mends(
 ) -> None:
     with platform.database.connection() as connection:
         connection.execute(f"ALTER SEQUENCE eventsql.{table}_eql_id_seq CACHE 50")
-        code, findings = diagnose(run)
-        assert code == 1
-        (finding,) = findings["sequences"]
-        assert (finding["status"], f'"eventsql"."{table}_eql_id_seq"' in finding["message"]) == ("problem", True)
+        finding = fault(run, "sequences", "problem")
+        assert f'"eventsql"."{table}_eql_id_seq"' in finding["message"]
         connection.execute(finding["remedy"])
     assert diagnose(run)[0] == 0
 
@@ -407,9 +394,8 @@ def test_tables_that_a_crash_would_empty_are_a_problem_that_the_remedy_mends(run
     with platform.database.connection() as connection:
         for table in ("event_buffer", "store_dead_letter", "store_subscription"):
             connection.execute(f"ALTER TABLE eventsql.{table} SET UNLOGGED")
-        code, findings = diagnose(run)
-        (finding,) = [each for each in findings["schema"] if each["status"] == "problem"]
-        assert (code, "eventsql.event_buffer" in finding["message"]) == (1, True)
+        finding = fault(run, "schema", "problem")
+        assert "eventsql.event_buffer" in finding["message"]
         connection.execute(finding["remedy"])
     assert diagnose(run)[0] == 0
 
@@ -428,9 +414,8 @@ def test_row_security_that_hides_rows_is_a_problem_that_the_remedy_mends(
             assert diagnose(run)[0] == 0
             connection.execute("ALTER TABLE eventsql.event_buffer ENABLE ROW LEVEL SECURITY")
             connection.execute("ALTER TABLE eventsql.consumer FORCE ROW LEVEL SECURITY")
-            code, findings = diagnose(run)
-            (finding,) = [each for each in findings["schema"] if each["status"] == "problem"]
-            assert (code, "eventsql.consumer, eventsql.event_buffer" in finding["message"]) == (1, True)
+            finding = fault(run, "schema", "problem")
+            assert "eventsql.consumer, eventsql.event_buffer" in finding["message"]
             connection.execute(finding["remedy"])
             assert diagnose(run)[0] == 0
         finally:
@@ -446,9 +431,7 @@ def test_a_table_whose_changes_are_not_captured_any_more_is_a_problem(
         platform.capture('public."Basket"', "basket_changes")
         assert "captures" not in run("doctor").stdout
         connection.execute('ALTER TABLE public."Basket" RENAME COLUMN id TO number')
-        code, findings = diagnose(run)
-        (finding,) = findings["captures"]
-        assert (code, finding["status"]) == (0, "warning")
+        finding = fault(run, "captures", "warning")
         assert run(*shlex.split(finding["remedy"])[1:]).exit_code == 0
         assert "captures" not in run("doctor").stdout
         connection.execute('ALTER TABLE public."Basket" DISABLE TRIGGER USER')
@@ -468,9 +451,7 @@ def test_a_captured_table_that_another_one_has_replaced_is_a_problem_that_the_re
         connection.execute("CREATE TABLE public.copied (LIKE public.baskets INCLUDING ALL)")
         connection.execute("ALTER TABLE public.baskets RENAME TO former")
         connection.execute("ALTER TABLE public.copied RENAME TO baskets")
-    code, findings = diagnose(run)
-    (finding,) = findings["captures"]
-    assert (code, finding["status"]) == (1, "problem")
+    finding = fault(run, "captures", "problem")
     assert "public.baskets is another table now" in finding["message"]
     replace, again = finding["remedy"].split("; or, to capture the renamed table alone: ")
     for command in [again] if keep else replace.split(", and "):
@@ -488,9 +469,7 @@ def test_triggers_that_a_deleted_topic_has_left_are_named_until_they_are_removed
     platform.registry.register_topic(Topic("basket_changes"))
     platform.capture("public.baskets", "basket_changes")
     platform.registry.unregister_topic("basket_changes", force=True)
-    code, findings = diagnose(run)
-    (finding,) = findings["captures"]
-    assert (code, finding["status"]) == (0, "warning")
+    finding = fault(run, "captures", "warning")
     assert run(*shlex.split(finding["remedy"])[1:]).exit_code == 0
     assert "captures" not in run("doctor").stdout
 
@@ -505,9 +484,7 @@ def test_an_interrupted_erasure_is_named_until_it_is_repeated(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("eventsql_orchestration.maintenance.erasure._Run.erase", die)
         platform.eraser.execute(TOPIC, ["42"])
-    code, findings = diagnose(run)
-    (finding,) = findings["erasures"]
-    assert (code, finding["status"]) == (0, "warning")
+    finding = fault(run, "erasures", "warning")
     assert f"an erasure of 1 key of topic {TOPIC} began at " in finding["message"]
     erase = finding["remedy"].split(" with ")[0].split()[1:]
     assert run(*erase, "--key", "42", "--execute").exit_code == 0
@@ -568,19 +545,15 @@ def test_indexes_that_another_version_of_the_collation_has_sorted_are_a_problem_
 
 def test_a_paused_consumer_is_a_warning(run: Run, consumer: str, platform: EventSQL) -> None:
     platform.registry.pause(TOPIC, consumer)
-    code, findings = diagnose(run)
-    assert code == 0
-    (finding,) = findings["consumers"]
-    assert (finding["status"], finding["message"]) == ("warning", f"mailer of topic {TOPIC} is paused")
+    finding = fault(run, "consumers", "warning")
+    assert finding["message"] == f"mailer of topic {TOPIC} is paused"
     assert finding["remedy"] == "eventsql consumer resume account_created mailer"
 
 
 @pytest.mark.prepared.with_args(prepare_dead_letter)
 @pytest.mark.parametrize("command", ["redrive", "dismiss"])
 def test_the_doctor_warns_of_dead_letters_until_they_are_redriven_or_dismissed(run: Run, command: str) -> None:
-    code, findings = diagnose(run)
-    (finding,) = findings["dead letters"]
-    assert (code, finding["status"]) == (0, "warning")
+    finding = fault(run, "dead letters", "warning")
     assert finding["message"].startswith(f"1 event of topic {TOPIC} ")
     assert f"eventsql dlt {command} --execute {TOPIC}" in finding["remedy"]
     assert run("dlt", command, TOPIC, "--execute").exit_code == 0
@@ -685,8 +658,7 @@ def test_no_java_at_all_is_a_problem(run: Run, monkeypatch: pytest.MonkeyPatch) 
         raise MissingExtraError("local", "Spark")
 
     monkeypatch.setattr("eventsql_orchestration.cli.doctor.find_java", find_none)
-    code, findings = diagnose(run)
-    assert (code, findings["java"][0]["status"]) == (1, "problem")
+    fault(run, "java", "problem")
 
 
 def test_the_java_that_is_really_there_is_found(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
