@@ -521,6 +521,9 @@ class Driven:
     def fail(self, *keys: str) -> None:
         self.launcher.results |= dict.fromkeys(keys, Ended(False, "it broke"))
 
+    def succeed(self, *keys: str) -> None:
+        self.launcher.results |= dict.fromkeys(keys, Ended(True))
+
     def replay(self, windows: int = 3) -> None:
         """Replay its first windows, as the runs of another command would."""
         with self.platform.database.connection() as connection:
@@ -539,6 +542,11 @@ class Driven:
         """Replay and end it as another command would."""
         self.replay()
         assert self.backfills.finish(self.backfill)
+
+    def complete(self) -> None:
+        """Replay and end it as its own runs would."""
+        self.finish()
+        self.succeed(*self.keys)
 
     def drive(self, on_progress: Callable[[DriverProgress], None], **options: Any) -> Outcome:
         return self.driver(**options).run(on_progress)
@@ -592,7 +600,7 @@ def test_no_run_is_launched_after_too_many_dead_letters(driven: Driven) -> None:
                 [first.upto, first.consumer("fragile", "one", None)],
             )
         driven.fail(*driven.keys)
-        driven.launcher.results[driven.keys[0]] = Ended(True)
+        driven.succeed(driven.keys[0])
 
     outcome = driven.run(give_two_events_up, parallel=1, max_failures=2)
     assert (outcome.stopped, outcome.done, outcome.given_up) == (True, False, 2)
@@ -613,7 +621,7 @@ def test_a_run_under_way_is_not_done_although_its_events_are_replayed(driven: Dr
         if driven.progress[-1].done_events < 30:
             driven.replay()
         else:
-            driven.launcher.results = dict.fromkeys(driven.keys, Ended(True))
+            driven.succeed(*driven.keys)
 
     assert driven.run(replay_and_then_end, parallel=2).done
     counts = [(now.done_events, now.done_runs, now.running) for now in driven.progress]
@@ -639,8 +647,7 @@ def test_the_progress_shows_the_first_error_while_it_is_being_retried(driven: Dr
         with driven.platform.database.connection() as connection:
             connection.execute("UPDATE eventsql.consumer SET eql_failed_event_id = NULL, eql_failure = NULL")
         if len(shown) == 2:
-            driven.finish()
-            driven.launcher.results = dict.fromkeys(driven.keys, Ended(True))
+            driven.complete()
 
     with driven.platform.database.connection() as connection:
         for run in driven.plan.runs[1:]:
@@ -660,11 +667,7 @@ def test_the_progress_counts_no_more_events_of_a_window_than_were_planned(driven
                 "UPDATE eventsql.consumer SET eql_consumed_events = %s WHERE eql_name = %s", [consumed, name]
             )
 
-    def finish() -> None:
-        driven.finish()
-        driven.launcher.results = dict.fromkeys(driven.keys, Ended(True))
-
-    assert driven.run(finish, parallel=3).done
+    assert driven.run(driven.complete, parallel=3).done
     assert [(now.done_events, now.events) for now in driven.progress] == [(14, 30), (30, 30)]
 
 
@@ -688,8 +691,8 @@ def test_runs_that_an_earlier_command_has_launched_are_not_launched_again(driven
     driven.launcher.launched = [driven.keys[0], "another window"]
 
     def finish() -> None:
-        driven.finish()
-        driven.launcher.results = dict.fromkeys(driven.keys, Ended(True)) | {"another window": Ended(False)}
+        driven.complete()
+        driven.fail("another window")
 
     outcome = driven.run(finish, parallel=1)
     assert (outcome.done, outcome.failures) == (True, {})
@@ -717,12 +720,8 @@ def test_a_run_that_fails_while_the_run_of_a_lost_launch_is_looked_for_has_faile
 
 
 def test_the_window_that_another_command_replays_is_not_launched_and_counts_as_a_run(driven: Driven) -> None:
-    def finish() -> None:
-        driven.finish()
-        driven.launcher.results = dict.fromkeys(driven.keys, Ended(True))
-
     driven.lease()
-    assert driven.run(finish, parallel=2).done
+    assert driven.run(driven.complete, parallel=2).done
     assert driven.launcher.launched == driven.keys[1:2]
 
 
@@ -751,9 +750,12 @@ def test_a_backfill_that_the_runs_of_another_command_finish_is_done(driven: Driv
     assert outcome.done_keys == set(driven.keys)
 
 
-def test_a_deleted_backfill_is_not_done(driven: Driven) -> None:
+@pytest.mark.parametrize("made_anew", [False, True])
+def test_a_deleted_backfill_is_not_done_even_if_a_new_one_has_its_id(driven: Driven, *, made_anew: bool) -> None:
     def delete() -> None:
         driven.backfills.delete(driven.backfill)
+        if made_anew:
+            driven.backfills.register(driven.backfills.plan("orders", "fragile", ReplayRange(Earliest())), "one")
         driven.fail(driven.keys[1])
 
     driven.replay(windows=1)
@@ -778,7 +780,7 @@ def test_a_run_that_failed_before_its_backfill_was_deleted_keeps_its_reason(driv
 def test_a_run_that_succeeded_before_its_backfill_was_deleted_has_replayed_its_window(driven: Driven) -> None:
     def delete() -> None:
         driven.backfills.delete(driven.backfill)
-        driven.launcher.results = {driven.keys[0]: Ended(True)}
+        driven.succeed(driven.keys[0])
 
     outcome = driven.run(delete, parallel=1)
     assert not outcome.done
@@ -787,7 +789,7 @@ def test_a_run_that_succeeded_before_its_backfill_was_deleted_has_replayed_its_w
 
 
 def test_a_run_that_succeeds_before_the_end_of_its_window_has_failed(driven: Driven) -> None:
-    driven.launcher.results = dict.fromkeys(driven.keys, Ended(True))
+    driven.succeed(*driven.keys)
     outcome = driven.run(parallel=3)
     assert not outcome.done
     assert set(outcome.failures) == set(driven.keys)
@@ -827,25 +829,12 @@ def test_a_run_that_ends_while_its_window_is_looked_at_has_not_failed(
     def end(runs: Any) -> dict[str, Ended]:
         if driven.launcher.launched:
             driven.replay()
-            driven.launcher.results = dict.fromkeys(driven.keys, Ended(True))
+            driven.succeed(*driven.keys)
         return ended(runs)
 
     monkeypatch.setattr(driven.launcher, "ended", end)
     outcome = driven.run(parallel=3)
     assert (outcome.done, outcome.failures) == (True, {})
-
-
-def test_a_new_backfill_of_the_same_id_is_not_taken_for_the_deleted_one(driven: Driven) -> None:
-    def replace() -> None:
-        driven.backfills.delete(driven.backfill)
-        driven.backfills.register(driven.backfills.plan("orders", "fragile", ReplayRange(Earliest())), "one")
-        driven.fail(driven.keys[1])
-
-    driven.replay(windows=1)
-    outcome = driven.run(replace, parallel=1)
-    assert not outcome.done
-    assert set(outcome.failures) == set(driven.keys[1:])
-    assert outcome.done_keys == {driven.keys[0]}
 
 
 @pytest.mark.parametrize(
@@ -871,12 +860,8 @@ def test_a_backfill_outlasts_a_restart_and_launches_no_run_twice(
             raise error
         return answered
 
-    def finish() -> None:
-        driven.finish()
-        driven.launcher.results = dict.fromkeys(driven.keys, Ended(True))
-
     setattr(getattr(driven, of), request_, restart)
-    outcome = driven.run(finish, parallel=3)
+    outcome = driven.run(driven.complete, parallel=3)
     assert (outcome.done, outcome.failures) == (True, {})
     assert driven.launcher.launched == driven.keys
     assert [record.levelname for record in caplog.records if record.name == driver.__name__] == ["WARNING"]
@@ -902,11 +887,7 @@ def test_a_launch_without_an_answer_is_repeated_only_if_its_run_does_not_come(
     monkeypatch.setattr(launcher, "under_way", lambda of: under_way(of) if next(looks) > 3 else {})
     monkeypatch.setattr(launcher, "launch", lose)
 
-    def finish() -> None:
-        driven.finish()
-        launcher.results = dict.fromkeys(driven.keys, Ended(True))
-
-    outcome = driven.run(finish, parallel=1)
+    outcome = driven.run(driven.complete, parallel=1)
     assert (outcome.done, launcher.launched) == (True, driven.keys[:1])
 
 
