@@ -6,6 +6,7 @@ import base64
 import json
 import select
 import signal
+import subprocess
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -50,6 +51,23 @@ def consumer() -> str:
 
 def values(result: Result) -> list[str]:
     return [event["value"] for event in json_lines(result)]
+
+
+def last_values(process: subprocess.Popen[bytes]) -> list[str]:
+    """What a process prints until it ends by itself."""
+    output, errors = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, errors) == (0, b"")
+    return [json.loads(line)["value"] for line in output.splitlines()]
+
+
+def read_a_line(process: subprocess.Popen[bytes]) -> None:
+    """Read a line, and no more. The process ends quietly."""
+    assert process.stdout is not None
+    assert process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=PATIENCE) == 0
+    assert process.stderr is not None
+    assert process.stderr.read() == b""
 
 
 # tail
@@ -165,9 +183,7 @@ def test_following_begins_with_what_comes_and_ends_at_its_maximum(
     while process.poll() is None:
         publish(2)
         select.select([process.stdout], [], [], 0.2)
-    output, errors = process.communicate(timeout=PATIENCE)
-    assert [json.loads(line)["value"] for line in output.splitlines()] == ["2", "2"]
-    assert (process.returncode, errors) == (0, b"")
+    assert last_values(process) == ["2", "2"]
 
 
 def test_ctrl_c_ends_following_cleanly(start: Start, publish: Callable[..., None]) -> None:
@@ -182,13 +198,7 @@ def test_ctrl_c_ends_following_cleanly(start: Start, publish: Callable[..., None
 
 def test_a_reader_that_has_had_enough_ends_tail_quietly(start: Start, publish: Callable[..., None]) -> None:
     publish(*[b"x" * 1_000] * 3_000)
-    process = start("tail", TOPIC)
-    assert process.stdout is not None
-    assert process.stdout.readline()
-    process.stdout.close()
-    assert process.wait(timeout=PATIENCE) == 0
-    assert process.stderr is not None
-    assert process.stderr.read() == b""
+    read_a_line(start("tail", TOPIC))
 
 
 # consume
@@ -288,9 +298,7 @@ def test_following_says_that_nothing_transfers_the_events(
     assert process.stderr is not None
     assert b"not transferred yet: `eventsql transfer` moves them" in process.stderr.readline()
     platform.transfer.run_once()
-    output, errors = process.communicate(timeout=PATIENCE)
-    assert json.loads(output)["value"] == "1"
-    assert (process.returncode, errors) == (0, b"")
+    assert last_values(process) == ["1"]
 
 
 def test_following_a_paused_consumer_says_so_once(
@@ -302,9 +310,7 @@ def test_following_a_paused_consumer_says_so_once(
     assert process.stderr is not None
     assert b"is paused, resume it" in process.stderr.readline()
     platform.registry.resume(TOPIC, consumer)
-    output, errors = process.communicate(timeout=PATIENCE)
-    assert json.loads(output)["value"] == "1"
-    assert (process.returncode, errors) == (0, b"")
+    assert last_values(process) == ["1"]
 
 
 def test_ctrl_c_keeps_what_was_consumed(
@@ -326,13 +332,7 @@ def test_a_batch_that_nobody_read_is_not_committed_and_has_not_failed(
     start: Start, publish: Callable[..., None], consumer: str, platform: EventSQL
 ) -> None:
     publish(*[b"x" * 1_000] * 2_000)
-    process = start("consume", TOPIC, consumer)
-    assert process.stdout is not None
-    assert process.stdout.readline()
-    process.stdout.close()
-    assert process.wait(timeout=PATIENCE) == 0
-    assert process.stderr is not None
-    assert process.stderr.read() == b""
+    read_a_line(start("consume", TOPIC, consumer))
     state = platform.registry.consumer(TOPIC, consumer)[0]
     assert (state.last_event_id, state.attempts, state.failed_event_id) == (0, 0, None)
 

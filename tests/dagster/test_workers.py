@@ -9,6 +9,7 @@ from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import dagster as dg
 import pytest
@@ -87,6 +88,19 @@ class Work:
         return sql(
             self.bench.platform, "SELECT eql_receives, eql_unhandled FROM eventsql.queue_message ORDER BY eql_id"
         )
+
+    def handle_all_but_one(self, fault: Callable[[Connection], object]) -> None:
+        """Run a worker that meets a fault at the second of three messages. The fault holds up no other message."""
+        ids = self.send(3)
+
+        def handle(messages: Sequence[Message], connection: Connection) -> None:
+            write(messages, connection)
+            if ids[1] in {message.id for message in messages}:
+                fault(connection)
+
+        assert not self.run(worker(handle)).success
+        assert sorted(self.bench.effects()) == [ids[0], ids[2]]
+        assert self.receives() == [(1, 0)]
 
 
 @pytest.fixture
@@ -206,29 +220,11 @@ def test_a_failing_message_delays_no_other_and_becomes_a_dead_letter(work: Work)
 def test_a_message_whose_task_was_cancelled_exits_or_panics_delays_no_other(
     work: Work, error: type[BaseException]
 ) -> None:
-    ids = work.send(3)
-
-    def ends(messages: Sequence[Message], connection: Connection) -> None:
-        write(messages, connection)
-        if ids[1] in {message.id for message in messages}:
-            raise error
-
-    assert not work.run(worker(ends)).success
-    assert sorted(work.bench.effects()) == [ids[0], ids[2]]
-    assert work.receives() == [(1, 0)]
+    work.handle_all_but_one(Mock(side_effect=error))
 
 
 def test_a_message_that_names_a_table_that_nobody_made_delays_no_other(work: Work) -> None:
-    ids = work.send(3)
-
-    def read_a_view(messages: Sequence[Message], connection: Connection) -> None:
-        write(messages, connection)
-        if ids[1] in {message.id for message in messages}:
-            connection.execute("SELECT FROM eventsql.view_of_nobody")
-
-    assert not work.run(worker(read_a_view)).success
-    assert sorted(work.bench.effects()) == [ids[0], ids[2]]
-    assert work.receives() == [(1, 0)]
+    work.handle_all_but_one(lambda connection: connection.execute("SELECT FROM eventsql.view_of_nobody"))
 
 
 def test_a_run_ends_if_every_message_of_a_large_batch_fails_and_runs_that_fail_are_paused(work: Work) -> None:
@@ -284,18 +280,12 @@ def test_a_database_that_refuses_costs_no_message_a_receive_and_the_retried_step
 
 
 def test_a_handler_whose_transaction_idles_for_too_long_holds_up_no_other_message(work: Work, until: Until) -> None:
-    ids = work.send(3)
+    def idle(connection: Connection) -> None:
+        connection.execute("SET LOCAL idle_in_transaction_session_timeout = '50ms'")
+        alive, session = "SELECT FROM pg_stat_activity WHERE pid = %s", connection.info.backend_pid
+        until(lambda: not sql(work.bench.platform, alive, session))
 
-    def idle(messages: Sequence[Message], connection: Connection) -> None:
-        write(messages, connection)
-        if ids[1] in {message.id for message in messages}:
-            connection.execute("SET LOCAL idle_in_transaction_session_timeout = '50ms'")
-            alive, session = "SELECT FROM pg_stat_activity WHERE pid = %s", connection.info.backend_pid
-            until(lambda: not sql(work.bench.platform, alive, session))
-
-    assert not work.run(worker(idle)).success
-    assert sorted(work.bench.effects()) == [ids[0], ids[2]]
-    assert work.receives() == [(1, 0)]
+    work.handle_all_but_one(idle)
 
 
 def test_a_terminated_run_gives_its_messages_back_at_once(work: Work) -> None:
