@@ -1,13 +1,8 @@
-"""A Spark driver in a process of its own, to be killed, or to be on a cluster: does what it reads, a line each.
-
-Each line is a JSON object: the name of a function below, and its arguments. It answers with a line for each.
-"""
+"""A Spark driver in a process of its own, to be killed, or to be on a cluster: it obeys orders."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,8 +11,9 @@ from typing import Any
 from pyspark import TaskContext
 from pyspark.sql import SparkSession
 
-from eventsql_orchestration.spark import FORMAT, eventsql_error, spark_config
+from eventsql_orchestration.spark import FORMAT, spark_config
 from eventsql_orchestration.spark.java import ensure_java
+from tests.spark.orders import obey
 from tests.spark.sessions import started
 from tests.spark.streams import run_to_end
 
@@ -77,21 +73,10 @@ def _numbers(spark: SparkSession, events: int, paused: Path, resume: Path) -> An
     return spark.sparkContext.parallelize([0, 1], 2).mapPartitions(numbers)
 
 
-def main() -> None:
-    out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    given = json.loads(sys.stdin.readline())
+def _begin(given: dict[str, Any]) -> SparkSession:
     ensure_java(Path(given["home"]))
-    spark = started(SparkSession.Builder().config(map={**spark_config(**given["settings"])}))
-    print("ready", file=out, flush=True)
-    for line in sys.stdin:
-        order = json.loads(line)
-        try:
-            answer = globals()[order.pop("do")](spark, **order)
-        except Exception as error:  # noqa: BLE001 - the test is told of it
-            answer = f"failed: {eventsql_error(error) or error}".replace("\n", " ")
-        print(answer, file=out, flush=True)
+    return started(SparkSession.Builder().config(map={**spark_config(**given["settings"])}))
 
 
 if __name__ == "__main__":
-    main()
+    obey(globals(), _begin)

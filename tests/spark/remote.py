@@ -1,4 +1,4 @@
-"""A client of Spark Connect in a process of its own: does what it reads, a line each, as driver.py does.
+"""A client of Spark Connect in a process of its own: it obeys orders, as driver.py does.
 
 A process has sessions of one kind only, so the tests' own cannot be it.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,8 @@ from pyspark.sql import DataFrame, SparkSession
 
 from eventsql_orchestration.dagster.io import spark_progress as module
 from eventsql_orchestration.dagster.io.spark_progress import SparkProgress, spark_progress
-from eventsql_orchestration.spark import FORMAT, eventsql_error
+from eventsql_orchestration.spark import FORMAT
+from tests.spark.orders import obey
 from tests.spark.streams import run_to_end
 from tests.waiting import wait_until
 
@@ -105,22 +105,5 @@ def _context(lines: list[str]) -> Any:
     return SimpleNamespace(run=SimpleNamespace(run_id="connected"), log=log)
 
 
-def main() -> None:
-    out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    given = json.loads(sys.stdin.readline())
-    spark = SparkSession.builder.remote(given["settings"]["remote"]).getOrCreate()
-    print("ready", file=out, flush=True)
-    for line in sys.stdin:
-        order = json.loads(line)
-        try:
-            answer = globals()[order.pop("do")](spark, **order)
-        except Exception as error:  # noqa: BLE001 - the test is told of it
-            known = eventsql_error(error)
-            answer = f"failed: {type(known).__name__}: {known}" if known is not None else f"failed: {error}"
-            answer = answer.replace("\n", " ")
-        print(answer, file=out, flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    obey(globals(), lambda given: SparkSession.builder.remote(given["settings"]["remote"]).getOrCreate())
