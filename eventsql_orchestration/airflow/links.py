@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import quote, urlencode
 
@@ -27,16 +26,12 @@ class TraceLink(BaseOperatorLink):
     name = "EventSQL trace"
 
     def get_link(self, operator: BaseOperator, *, ti_key: TaskInstanceKey) -> str:
-        conn_id, published = getattr(operator, "eventsql_conn_id", ""), getattr(operator, "published", None)
-        return trace_url(ti_key.dag_id, ti_key.run_id, conn_id, published)
-
-
-def trace_url(dag_id: str, run_id: str, conn_id: str, published: Mapping[str, Any] | None = None) -> str:
-    """The URL of the page. `published` is a summary of `publish_output`."""
-    query: dict[str, Any] = {"run_id": run_id, "conn_id": conn_id}
-    if published and published.get("ranges"):
-        last = published["ranges"][-1]
-        query |= {"topic": published["topic"], "offset": last["last"]}
-        query |= {"shard": last["shard"]} if "shard" in last else {}
-    base = conf.get("api", "base_url", fallback="/").rstrip("/")
-    return f"{base}{PREFIX}/trace/{quote(dag_id, safe='')}?{urlencode(query)}"
+        conn_id = getattr(operator, "eventsql_conn_id", "")
+        published = getattr(operator, "published", None)  # what `publish_output` returned
+        query: dict[str, Any] = {"run_id": ti_key.run_id, "conn_id": conn_id}
+        if published and published.get("ranges"):
+            last = published["ranges"][-1]
+            query |= {"topic": published["topic"], "offset": last["last"]}
+            query |= {"shard": last["shard"]} if "shard" in last else {}
+        base = conf.get("api", "base_url", fallback="/").rstrip("/")
+        return f"{base}{PREFIX}/trace/{quote(ti_key.dag_id, safe='')}?{urlencode(query)}"
