@@ -77,9 +77,7 @@ class Repartitioning:
 class Repartitioner:
     """Changes the number of partitions of topics that have events and consumers."""
 
-    def __init__(
-        self, database: Database, registry: Registry, transfer: Transfer, *, announce: Announce = lambda _topics: None
-    ) -> None:
+    def __init__(self, database: Database, registry: Registry, transfer: Transfer, *, announce: Announce) -> None:
         """`announce` is called with the changed topic."""
         self._database = database
         self._registry = registry

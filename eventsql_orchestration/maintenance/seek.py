@@ -59,7 +59,7 @@ class Move:
 class Seeker:
     """Moves consumers. A batch that was read at the old offset cannot be committed any more."""
 
-    def __init__(self, database: Database, registry: Registry, *, announce: Announce = lambda _topics: None) -> None:
+    def __init__(self, database: Database, registry: Registry, *, announce: Announce) -> None:
         """`announce` is called with the topic of a moved consumer."""
         self._database = database
         self._announce = after_commit(announce)

@@ -56,7 +56,7 @@ class Attempt:
     """The staged events of one attempt of a task, on each shard that has some."""
 
     id: uuid.UUID
-    shares: tuple[Share, ...] = ()
+    shares: tuple[Share, ...]
 
     @property
     def events(self) -> int:

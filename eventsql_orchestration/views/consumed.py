@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
 
@@ -22,7 +22,7 @@ from eventsql_orchestration.views.feeds import ViewFeed
 class Offsets:
     """How far the partitions of a topic are consumed. Without offsets, nothing is consumed."""
 
-    by_partition: Mapping[int, int] = field(default_factory=dict)
+    by_partition: Mapping[int, int]
 
     @property
     def most(self) -> int:
