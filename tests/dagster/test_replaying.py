@@ -40,6 +40,13 @@ def define(
 pytestmark = pytest.mark.prepared.with_args(registering(define()))
 
 
+def committed(bench: Workbench, definition: ConsumerDefinition) -> dg.RunRequest:
+    """A request whose run has succeeded."""
+    requested = bench.request(definition)
+    assert bench.run(definition, requested).success
+    return requested
+
+
 def again(
     bench: Workbench,
     definition: ConsumerDefinition,
@@ -275,8 +282,7 @@ def test_a_requested_replay_hands_over_the_events_that_match_the_filter(bench: W
     definition = define(batch=2)
     bench.platform.registry.register_consumer(definition.consumer, filter=EventFilter(keys=frozenset({"nobody"})))
     bench.publish("rides", 5)
-    requested = bench.request(definition)
-    assert bench.run(definition, requested).success
+    requested = committed(bench, definition)
     assert again(bench, definition, requested, replay=True).success
     assert bench.effects() == []
 
@@ -302,8 +308,7 @@ def test_a_run_with_the_tags_of_another_claim_replays_the_claim_of_its_config(be
 def test_a_run_whose_config_forbids_a_replay_does_nothing(bench: Workbench) -> None:
     definition = define()
     ids = bench.publish("rides", 5)
-    requested = bench.request(definition)
-    assert bench.run(definition, requested).success
+    requested = committed(bench, definition)
     assert again(bench, definition, requested, replay=False).success
     assert bench.effects() == ids
 
@@ -327,8 +332,7 @@ def test_a_replay_without_a_claim_is_refused_and_consumes_no_waiting_events(benc
 def test_a_replay_whose_events_are_gone_is_refused_before_anything_happens(bench: Workbench) -> None:
     definition = define()
     ids = bench.publish("rides", 5)
-    requested = bench.request(definition)
-    assert bench.run(definition, requested).success
+    requested = committed(bench, definition)
     with bench.platform.database.connection() as connection:
         drop_events(connection, "rides", ids[0])
     found = again(bench, definition, requested, replay=True)
@@ -340,8 +344,7 @@ def test_a_replay_whose_events_are_gone_is_refused_before_anything_happens(bench
 def test_a_batch_that_fails_ends_a_replay_and_the_offset_stays(bench: Workbench) -> None:
     definition = define(batch=2)
     ids = bench.publish("rides", 6)
-    requested = bench.request(definition)
-    assert bench.run(definition, requested).success
+    requested = committed(bench, definition)
 
     def stumble(events: Sequence[Event], connection: Connection) -> None:
         record(events, connection)
@@ -366,8 +369,7 @@ def test_a_replay_whose_effects_were_rolled_back_fails(bench: Workbench, how: st
             connection.execute("ROLLBACK")
 
     bench.publish("rides", 3)
-    requested = bench.request(define())
-    assert bench.run(define(), requested).success
+    requested = committed(bench, define())
     effects = bench.effects()
     assert not again(bench, define(undo), requested, replay=True).success
     assert bench.effects() == effects
@@ -377,8 +379,7 @@ def test_a_replay_whose_step_dagster_retries_does_not_begin_anew(bench: Workbenc
     calls = itertools.count()
     definition = define(batch=2)
     ids = bench.publish("rides", 6)
-    requested = bench.request(definition)
-    assert bench.run(definition, requested).success
+    requested = committed(bench, definition)
 
     def stumble(events: Sequence[Event], connection: Connection) -> None:
         record(events, connection)
@@ -410,8 +411,7 @@ def test_dagster_does_not_retry_a_replay_that_the_config_requests(bench: Workben
     """Its automatic retry would have the same config."""
     definition = define()
     ids = bench.publish("rides", 6)
-    requested = bench.request(definition)
-    assert bench.run(definition, requested).success
+    requested = committed(bench, definition)
 
     found = again(bench, definition, requested, replay=True, tags={"dagster/max_retries": "3", **tags})
     assert found.success is (not tags)
@@ -426,8 +426,7 @@ def test_a_range_asset_commits_by_itself_and_is_not_replayed(bench: Workbench) -
     bench.platform.registry.unregister_topic("rides", force=True)
     definition.register(bench.platform)
     bench.publish("rides", 4)
-    requested = bench.request(definition)
-    assert bench.run(definition, requested).success
+    requested = committed(bench, definition)
     assert not again(bench, definition, requested, replay=True).success
     assert sums(bench) == [b"4"]
 
