@@ -247,7 +247,8 @@ def _check_reached(nexts: Mapping[TopicPartition, int], extents: Mapping[Log, Ex
         if following - 1 > extent.newest:
             raise EventSQLError(
                 f"{tp.whole} ends at offset {extent.end}, but the checkpoint is at offset {following}. If the topic "
-                "was restored, begin with a new checkpoint. If this server is a standby that is behind, start again"
+                "was recreated or restored, begin with a new checkpoint. If this server is a standby that is behind, "
+                "start again"
             )
 
 
