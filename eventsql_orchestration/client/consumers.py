@@ -7,7 +7,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
 from functools import partial
 from typing import Unpack
 
@@ -25,7 +24,6 @@ from eventsql_orchestration.errors import (
     DatabaseUnavailableError,
     EventSQLError,
     PartitionOutOfRangeError,
-    PermissionDeniedError,
 )
 from eventsql_orchestration.forks import ProcessSet
 from eventsql_orchestration.publishing.transfer import Delay, OnMoved
@@ -308,7 +306,7 @@ class ClusterTransfer:
         if failed:
             raise failed[0]
         self._cluster.up()
-        self._release_consumers()
+        self._barriers.release()
         return dict(moved)
 
     def run(
@@ -345,7 +343,7 @@ class ClusterTransfer:
                         running[shard].result()
                 try:
                     self.coordinator.finish()
-                    self._release_consumers()
+                    self._barriers.release()
                     if fault is not None:
                         log_recovery(logger, "publications over several shards and consumers of new shards go on")
                     fault = None
@@ -363,11 +361,6 @@ class ClusterTransfer:
         for each in [each for each in running.values() if each.wait(max(0.0, deadline - time.monotonic()))]:
             each.result()
         return None
-
-    def _release_consumers(self) -> None:
-        """Release consumers of new shards. A role that may not see consumers leaves them to programs that consume."""
-        with suppress(PermissionDeniedError):
-            self._barriers.settle()
 
     def _await_shards(self, stop: threading.Event) -> None:
         """Wait until a shard can be reached, as the transfer of one database does."""

@@ -7,7 +7,7 @@ seeks waits again.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
@@ -46,11 +46,18 @@ class Barriers:
 
         Leaves out shards that are down.
         """
+        return self._on_joined(self._settle)
+
+    def release(self) -> None:
+        """As `settle`, on the shards whose consumers this process may release: a role of a transfer cannot see them."""
+        self._on_joined(lambda shard: self._settle(shard) if shard.store.may_release() else ())
+
+    def _on_joined(self, settle: Callable[[Shard], Iterable[HeldBack]]) -> list[HeldBack]:
         left: list[HeldBack] = []
         for shard in self._joined():
             if shard.down is None:
                 with suppress(DatabaseUnavailableError), self._cluster.using(shard):
-                    left += self._settle(shard)
+                    left += settle(shard)
         return left
 
     def _settle(self, shard: Shard) -> Iterator[HeldBack]:

@@ -218,6 +218,11 @@ class ShardStore:
             row = fetch_first(connection, self._queries("gate" if wait else "try_gate"), {"lock": _BARRIER})
             yield wait or row == (True,)
 
+    def may_release(self) -> bool:
+        """Whether this role may release consumers here, as a role that consumes may."""
+        with self._database.connection() as connection:
+            return bool(fetch_one(connection, self._queries("may_release"))[0])
+
     def held(self) -> list[tuple[str, str]]:
         """The topics and names of consumers that are held back here."""
         return query_all(self._database, self._queries("held"), {"held": HELD})

@@ -87,13 +87,13 @@ def test_the_transfer_tells_that_it_could_not_look_after_all_shards_and_that_it_
     databases: Databases, opened: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, until: Until
 ) -> None:
     caplog.set_level("INFO")
-    platform, stop, settle = opened(*databases(2)).open(), threading.Event(), Barriers.settle
+    platform, stop, release = opened(*databases(2)).open(), threading.Event(), Barriers.release
 
     def fail(_barriers: Barriers) -> NoReturn:
-        monkeypatch.setattr(Barriers, "settle", settle)
+        monkeypatch.setattr(Barriers, "release", release)
         raise DatabaseBusyError("somebody adds a shard")
 
-    monkeypatch.setattr(Barriers, "settle", fail)
+    monkeypatch.setattr(Barriers, "release", fail)
     running = start_thread("transfer", platform.transfer.run, stop)
     until(lambda: "consumers of new shards go on" in caplog.text)
     stop.set()

@@ -43,6 +43,9 @@ SELECT pg_try_advisory_xact_lock(%(lock)s);
 -- gate -- As `try_gate`; waits for another transaction that has the lock.
 SELECT pg_advisory_xact_lock(%(lock)s);
 
+-- may_release -- Whether this role may change how far consumers go.
+SELECT has_column_privilege('{schema}.consumer', 'eql_until', 'UPDATE');
+
 -- held -- The consumers that get no events here yet.
 SELECT DISTINCT eql_topic, eql_name FROM {schema}.consumer WHERE eql_until = %(held)s ORDER BY eql_topic, eql_name;
 
