@@ -1,6 +1,8 @@
-"""`eventsql server`: show, name and stop the embedded server of a directory."""
+"""`eventsql server`: show, start, name and stop the embedded server of a directory."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import click
 
@@ -8,6 +10,9 @@ from eventsql_orchestration.cli.context import CliContext, embedded_server
 from eventsql_orchestration.cli.output import say, write, write_json
 from eventsql_orchestration.cli.parameters import AsJson, command
 from eventsql_orchestration.cli.tables import show_fields
+
+if TYPE_CHECKING:
+    from eventsql_orchestration.database.embedded import EmbeddedPostgres, EmbeddedServer
 
 
 @click.group()
@@ -33,7 +38,17 @@ def status(context: CliContext, as_json: AsJson) -> None:
         # These numbers are names: show them without separators.
         show_fields({name: value if isinstance(value, bool | None) else str(value) for name, value in shown.items()})
         if running is None:
-            say("`eventsql server url` starts it")
+            say("`eventsql server start` starts it")
+
+
+@command(server)
+def start(context: CliContext) -> None:
+    """Start it if it does not run. A command that needs it starts it, too."""
+    embedded = embedded_server(context.settings)
+    if embedded.status() is None:
+        _start(embedded)
+    else:
+        say(f"the embedded server of {embedded.directory} runs already")
 
 
 @command(server)
@@ -43,10 +58,7 @@ def url(context: CliContext) -> None:
     For a program that takes the URL from its environment: EVENTSQL_DSN=$(eventsql server url).
     """
     embedded = embedded_server(context.settings)
-    running = embedded.status()
-    if running is None:
-        running = embedded.start()
-        say(f"started the embedded server of {embedded.directory} (127.0.0.1:{running.port})")
+    running = embedded.status() or _start(embedded)
     write(f"{running.dsn}\n")
 
 
@@ -56,3 +68,9 @@ def stop(context: CliContext) -> None:
     embedded = embedded_server(context.settings)
     done = "has stopped; its data stays" if embedded.stop() else "does not run"
     say(f"the embedded server of {embedded.directory} {done}")
+
+
+def _start(embedded: EmbeddedPostgres) -> EmbeddedServer:
+    running = embedded.start()
+    say(f"started the embedded server of {embedded.directory} (127.0.0.1:{running.port})")
+    return running

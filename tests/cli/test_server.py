@@ -1,4 +1,4 @@
-"""`eventsql server`: the embedded server of a directory is shown, named and stopped."""
+"""`eventsql server`: the embedded server of a directory is shown, started, named and stopped."""
 
 from __future__ import annotations
 
@@ -35,12 +35,20 @@ def test_the_url_alone_is_printed_whatever_database_is_named(
     assert (result.exit_code, result.stdout, result.stderr) == (0, f"{server.start().dsn}\n", "")
 
 
+def test_a_server_is_started_once(invoke: Run, home: Path) -> None:
+    assert "`eventsql server start` starts it" in invoke("--home", home, "server", "status").stderr
+    for said in ("started the embedded server of ", "runs already"):
+        started = invoke("--home", home, "server", "start")
+        assert (started.exit_code, started.stdout) == (0, "")
+        assert said in started.stderr
+    assert json.loads(invoke("--home", home, "server", "status", "--json").stdout)["running"]
+
+
 def test_asking_for_the_url_starts_the_server_and_stopping_keeps_its_data(invoke: Run, home: Path) -> None:
     def running() -> bool:
         return bool(json.loads(invoke("--home", home, "server", "status", "--json").stdout)["running"])
 
     assert not running()
-    assert "`eventsql server url` starts it" in invoke("--home", home, "server", "status").stderr
     started = invoke("--home", home, "server", "url")
     assert started.exit_code == 0
     assert started.stderr.startswith("eventsql: started the embedded server of ")
