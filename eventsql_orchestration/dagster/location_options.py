@@ -31,6 +31,7 @@ _KINDS: Final[Mapping[str, type | UnionType]] = {
     "queue_lag": QueueLimits | None,
     "sample": TopicSample,
     "history": HistoryRetention,
+    **dict.fromkeys(("dead_letters", "backfills", "platform"), bool),
 }
 
 

@@ -50,6 +50,17 @@ def dependencies(deps: Dependencies) -> list[Any]:
     return list(deps)
 
 
+def published_topics(publishes: Topic | str | Iterable[Topic | str]) -> tuple[Topic | str, ...]:
+    """The topics that an asset publishes to, given as one or as several. Raises `ValidationError`."""
+    if isinstance(publishes, Topic | str):
+        return (publishes,)
+    check_several("publishes", publishes)
+    topics = tuple(publishes)
+    for topic in topics:
+        check_kind("each of publishes", topic, Topic | str)
+    return topics
+
+
 def topic_key(name: str) -> dg.AssetKey:
     """The asset key of a topic: `topic/<name>`. Raises `InvalidNameError`."""
     return dg.AssetKey([TOPIC_PREFIX, check_topic_name(name)])

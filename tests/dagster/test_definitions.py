@@ -57,18 +57,20 @@ def consume(events: Sequence[Event], connection: Connection) -> None:
     """Consume rides."""
 
 
+def work(messages: object, connection: object) -> None:
+    """Handle messages."""
+
+
 def consume_range(context: dg.AssetExecutionContext, claim: Claim) -> None:
     """Consume a range of rides."""
 
 
 def test_two_assets_that_publish_to_one_topic_are_refused() -> None:
-    def handle(messages: object, connection: object) -> None: ...
-
     def publishing(name: str) -> ConsumerDefinition:
         return range_asset(topic=TOPIC, consumer=name, name=name, publishes=Topic("fares"))(consume_range)
 
     def working(name: str) -> WorkerDefinition:
-        return worker_asset(queue=f"{name}_queue", name=name, publishes=Topic("fares"))(handle)
+        return worker_asset(queue=f"{name}_queue", name=name, publishes=Topic("fares"))(work)
 
     for consumers, workers in (
         ([publishing("one"), publishing("other")], []),
@@ -233,6 +235,12 @@ def test_consumers_that_would_take_one_anothers_place_are_refused(
         lambda: build_alert_sensor([build_lag_check(consumer("a"), max_events=1)], "page"),  # type: ignore[arg-type]
         lambda: build_alert_sensor([build_lag_check(consumer("a"), max_events=1)], lambda: None),  # type: ignore[arg-type,misc]
         lambda: share_runs("shared", consumer("a")),  # type: ignore[arg-type]
+        lambda: share_runs("shared", [consumer("a"), worker_asset(queue="mails")(work)]),  # type: ignore[list-item]
+        lambda: range_asset(topic=TOPIC, consumer="c", publishes=3),  # type: ignore[arg-type]
+        lambda: range_asset(topic=TOPIC, consumer="c", publishes=[b"totals"]),  # type: ignore[list-item]
+        lambda: worker_asset(queue="mails", publishes=3),  # type: ignore[arg-type]
+        # Each text is true.
+        lambda: build_definitions([], backfills="no"),  # type: ignore[arg-type]
         lambda: topic_asset(TOPIC, translator=EventSQLTranslator),  # type: ignore[arg-type]
         # Each letter of a text would be an asset, or a kind.
         lambda: topic_asset(TOPIC, deps="orders"),

@@ -31,7 +31,7 @@ from eventsql_orchestration.dagster.consumers.user_function import UserFunction
 from eventsql_orchestration.dagster.metadata_keys import CONSUMED_TOPIC
 from eventsql_orchestration.dagster.steps import job_of_assets, step_of_assets
 from eventsql_orchestration.dagster.tags import CONSUMER_RUN, CONSUMER_TAG, SPARK_POOL, TOPIC_TAG
-from eventsql_orchestration.dagster.topics import topic_key
+from eventsql_orchestration.dagster.topics import published_topics, topic_key
 from eventsql_orchestration.dagster.translator import translated
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.orchestration.batch import BatchConsumer, RangeConsumer
@@ -152,7 +152,7 @@ def range_asset(
         options = replace(options, pool=SPARK_POOL)
     declared = _Declared(
         topic, Consumer(topic.name, consumer, partitioned), name, max_attempts, filter, start, limits, options, sensor,
-        ticks, default_status, (publishes,) if isinstance(publishes, Topic | str) else tuple(publishes),
+        ticks, default_status, published_topics(publishes),
     )  # fmt: skip
 
     def decorate(function: Callable[..., Any]) -> ConsumerDefinition:

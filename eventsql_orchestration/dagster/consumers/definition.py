@@ -96,21 +96,25 @@ class ConsumerDefinition:
         )
 
 
-def check_distinct(consumers: Collection[ConsumerDefinition]) -> None:
-    """Refuse two definitions with the same name, with the same sensor name, or of the same consumer of a topic.
-
-    Also refuse values that are not definitions of consumers, and a consumer that has the name of a topic: Dagster's
-    graph shows only the last part of a key.
-
-    Raises `ValidationError`, also for a generator, which would give the consumers only once. Consumers that share their
-    runs share a job and a sensor.
-    """
+def check_consumers(consumers: Collection[ConsumerDefinition]) -> None:
+    """Raise `ValidationError` for what is not a consumer, and for a generator, which would give them only once."""
     check_several("consumers", consumers, Collection)
     for each in consumers:
         if not isinstance(each, ConsumerDefinition):
             raise ValidationError(
                 f"{type(each).__name__} is not a consumer: make a consumer with consumer_asset or range_asset"
             )
+
+
+def check_distinct(consumers: Collection[ConsumerDefinition]) -> None:
+    """Refuse two definitions with the same name, with the same sensor name, or of the same consumer of a topic.
+
+    Also refuse what `check_consumers` refuses, and a consumer that has the name of a topic: Dagster's graph shows only
+    the last part of a key.
+
+    Raises `ValidationError`. Consumers that share their runs share a job and a sensor.
+    """
+    check_consumers(consumers)
     topics = {key.path[-1] for each in consumers for key in (topic_key(each.topic.name), *each.computation.publishes)}
     for each in consumers:
         if (label := each.key.path[-1]) in topics:

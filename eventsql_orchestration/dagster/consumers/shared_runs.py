@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import dagster as dg
 
 from eventsql_orchestration.dagster.consumers.consumer_tick import SHOWN_REASONS, ConsumerWatch, Sight
-from eventsql_orchestration.dagster.consumers.definition import ConsumerDefinition
+from eventsql_orchestration.dagster.consumers.definition import ConsumerDefinition, check_consumers
 from eventsql_orchestration.dagster.consumers.options import DEFAULT_TICKS, TickOptions
 from eventsql_orchestration.dagster.consumers.sensors import build_sensor
 from eventsql_orchestration.dagster.consumers.tick import Answer, NothingYet, Tick, in_random_order
@@ -16,7 +16,6 @@ from eventsql_orchestration.dagster.steps import job_of_assets
 from eventsql_orchestration.dagster.tags import CONSUMER_RUN, CONSUMER_TAG, SHARED_TAG, TOPIC_TAG
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.orchestration.shards import partition_label
-from eventsql_orchestration.validation import check_several
 
 _OF_ONE = (TOPIC_TAG, CONSUMER_TAG)
 """Tags of a consumer's own runs that shared runs do not have."""
@@ -39,7 +38,7 @@ def share_runs(
     Raises `ValidationError` for fewer than two consumers, and if a consumer reads an asset that another materializes:
     their steps have an order, so each needs its own runs.
     """
-    check_several("consumers", consumers, Collection)
+    check_consumers(consumers)
     if len(consumers) < 2:
         raise ValidationError("runs are shared by at least two consumers")
     materialized = _materialized(name, consumers)

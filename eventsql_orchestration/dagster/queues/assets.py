@@ -24,7 +24,7 @@ from eventsql_orchestration.dagster.register import require_queue
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
 from eventsql_orchestration.dagster.steps import job_of_assets, step_of_assets
 from eventsql_orchestration.dagster.tags import ALIVE_TAG, CONSUMER_RUN, HANDLED_TAG, QUEUE_TAG, SHARD_TAG
-from eventsql_orchestration.dagster.topics import Dependencies, dependencies, topic_key
+from eventsql_orchestration.dagster.topics import Dependencies, dependencies, published_topics, topic_key
 from eventsql_orchestration.dagster.translator import EventSQLTranslator, translated
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.orchestration.limits import WorkLimits
@@ -152,7 +152,7 @@ def worker_asset(
     if not callable(backoff):
         raise ValidationError(f"backoff must be a function, not {type(backoff).__name__}")
     declared = checked_options(check_name("queue name", queue), queue_options)
-    topics = (publishes,) if isinstance(publishes, Topic | str) else tuple(publishes)
+    topics = published_topics(publishes)
     names = frozenset(topic if isinstance(topic, str) else topic.name for topic in topics)
 
     def decorate(function: Callable[..., Any]) -> WorkerDefinition:
