@@ -99,18 +99,28 @@ def test_a_launcher_whose_instance_is_closed_refuses_a_launch(deployment: Deploy
 
 
 def test_the_servers_of_an_instance_that_is_dropped_without_being_closed_end(deployment: Deployment) -> None:
-    run = deployment.create(location="second")
+    """Its runs go on, and so do the servers of another instance of the same storage."""
+    others = deployment.waiting()
+    run = deployment.create("wait")
     workspace = deployment.workspace.create_request_context()
     instance = dg.DagsterInstance.from_ref(deployment.instance.get_ref())
     launcher = instance.run_launcher
     assert isinstance(launcher, PreforkRunLauncher)
     launcher.launch_run(LaunchRunContext(deployment.run(run), workspace))
-    assert deployment.ended(run) is SUCCESS
-    server, watch = psutil.Process(deployment.servers("second")[-1]), launcher._servers.watch
+    wait_until((deployment.root / "first" / run).exists, "the step of the run")
+    kept, dropped = deployment.servers()
+    server, watch = psutil.Process(dropped), launcher._servers.watch
     assert watch is not None
     del instance
     gc.collect()
     wait_until(lambda: not watch.is_alive(), "the end of the launcher's thread")
+
+    following = deployment.launch()
+    assert deployment.ended(following) is SUCCESS
+    assert deployment.seen(following)[1] == kept
+    assert not deployment.run(run).is_finished
+    deployment.go()
+    assert [deployment.ended(each) for each in (run, others)] == [SUCCESS, SUCCESS]
     wait_until(lambda: ended(server), "the end of the server")
 
 
