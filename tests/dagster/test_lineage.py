@@ -13,6 +13,7 @@ from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.dagster import (
     AssetOptions,
     ConsumerDefinition,
+    EventSQLIOManager,
     EventSQLResource,
     RangeLimits,
     consumer_asset,
@@ -143,6 +144,27 @@ def test_a_range_of_partitions_is_named_by_its_ends(bench: Workbench) -> None:
         "dagster_asset_key": "daily",
         "dagster_partition": "a...c",
     }
+
+
+def test_a_range_over_two_dimensions_is_published_and_named_by_its_ends(bench: Workbench) -> None:
+    days = dg.DailyPartitionsDefinition("2026-01-01", end_date="2026-01-03")
+    shops = dg.StaticPartitionsDefinition(["a", "b"])
+
+    @dg.asset(
+        partitions_def=dg.MultiPartitionsDefinition({"day": days, "shop": shops}),
+        metadata={"topic": "sums"},
+        io_manager_key="topics",
+    )
+    def sums():  # type: ignore[no-untyped-def]  # Dagster's own default
+        return [{"value": "v"}]
+
+    # As `dagster asset materialize --partition-range` does.
+    first, last = "2026-01-01|a", "2026-01-02|b"
+    tags = {"dagster/asset_partition_range_start": first, "dagster/asset_partition_range_end": last}
+    resources = {"topics": EventSQLIOManager(eventsql=bench.eventsql)}
+    assert dg.materialize([sums], instance=bench.instance, resources=resources, tags=tags).success
+    (event,) = bench.platform.reader.read("sums")
+    assert event.metadata["dagster_partition"] == f"{first}...{last}"
 
 
 def test_an_asset_that_is_a_topic_itself_is_named(bench: Workbench) -> None:

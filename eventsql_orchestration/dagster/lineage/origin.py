@@ -40,7 +40,7 @@ class Origin(Provenance):
         partition = None
         if context.has_asset_key and context.has_asset_partitions:
             computed = context.asset_partition_keys
-            partition = computed[0] if len(computed) == 1 else _range(context.asset_partition_key_range)
+            partition = computed[0] if len(computed) == 1 else _range(context.step_context.partition_key_range)
         elif context.has_partition_key:
             partition = context.partition_key
         return cls(run.run_id, run.root_run_id or run.run_id, asset, partition, run.tags.get(SHARD_TAG))
