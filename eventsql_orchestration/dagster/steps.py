@@ -11,6 +11,9 @@ POOL_TAG: Final = "eventsql/pool"
 """On the steps of this package's assets that are in a pool; its value is the pool's name. Dagster limits either
 the runs or the steps of a pool. An executor with several processes limits the steps of one run by their tags."""
 
+DATA_VERSION_TAG: Final = "dagster/data_version"
+"""The tag of a materialization in which Dagster keeps the version of its data."""
+
 
 def step_of_assets(
     name: str,
@@ -23,6 +26,22 @@ def step_of_assets(
     """The assets that one step materializes."""
     op_tags = {} if pool is None else {POOL_TAG: pool}
     return dg.multi_asset(name=name, specs=specs, retry_policy=retry_policy, pool=pool, op_tags=op_tags)(compute)
+
+
+def begin_data_version(context: dg.AssetExecutionContext) -> None:
+    """Give the assets of a step the run as the version of their data. The step may set another version later.
+
+    Otherwise, Dagster computes the version of an asset with a code version from that and the versions of its inputs. It
+    sees no new events there, and would show the assets downstream as up to date after each run.
+    """
+    for key in context.selected_asset_keys:
+        context.set_data_version(key, dg.DataVersion(context.run.run_id))
+
+
+def log_materialization(context: dg.AssetExecutionContext, key: dg.AssetKey, metadata: Mapping[str, Any]) -> None:
+    """Materialize an asset although its step fails, or is the step of another asset."""
+    tags = {DATA_VERSION_TAG: context.run.run_id}
+    context.log_event(dg.AssetMaterialization(asset_key=key, metadata=metadata, tags=tags))
 
 
 def awaited(context: dg.AssetExecutionContext) -> set[dg.AssetKey]:

@@ -7,6 +7,8 @@ from typing import Any
 
 import dagster as dg
 import pytest
+from dagster._core.definitions.data_version import CachingStaleStatusResolver, StaleStatus
+from dagster._core.loader import LoadingContextForTest
 
 from eventsql_orchestration import Event, Topic
 from eventsql_orchestration.consuming.claims import Claim
@@ -76,6 +78,55 @@ def test_a_consumer_under_a_prefix_consumes_and_shows_the_number_of_its_events(
     # The plot of the lag, which the UI shows first, has no gap at a materialization.
     assert [name for name in sorted(shown) if isinstance(shown[name], int | float)][:2] == ["Lag events", "Lag seconds"]
     assert shown["Lag events"] == 0
+
+
+def test_assets_behind_a_consumer_are_out_of_date_after_each_of_its_runs_whatever_its_code_version(
+    bench: Workbench,
+) -> None:
+    definition = ledger(code_version="1")
+    definition.register(bench.platform)
+    backfill = build_backfill(definition)
+
+    @dg.asset(deps=[definition.key], code_version="1")
+    def report() -> None: ...
+
+    location = dg.Definitions(
+        assets=[definition.asset, backfill.asset, report],
+        jobs=[definition.job, *backfill.jobs],
+        resources={"eventsql": bench.eventsql},
+    )
+
+    def execute(name: str, **options: Any) -> StaleStatus:
+        """Execute a job, and say whether the report is out of date."""
+        assert location.resolve_job_def(name).execute_in_process(instance=bench.instance, **options).success
+        graph = location.get_repository_def().asset_graph
+        resolver = CachingStaleStatusResolver(bench.instance, graph, LoadingContextForTest(bench.instance))
+        return resolver.get_status(report.key)
+
+    def make_report() -> StaleStatus:
+        dg.materialize([report], instance=bench.instance)
+        return execute("plan_ledger_backfill")
+
+    for consume in ("consume_ledger", "consume_ledger", "backfill_ledger", "backfill_ledger"):
+        bench.publish("orders", 3)
+        assert make_report() == StaleStatus.FRESH
+        window = bench.instance.get_dynamic_partitions("ledger_backfill")[-1]
+        options = {"partition_key": window} if consume == "backfill_ledger" else {}
+        assert execute(consume, **options) == StaleStatus.STALE
+
+
+def test_a_consumer_may_name_the_version_of_its_data(bench: Workbench) -> None:
+    @consumer_asset(topic=ORDERS, consumer="versions", limits=AT_ONCE, sensor="consumer")
+    def versions(context: dg.AssetExecutionContext, events: Sequence[Event], connection: Connection) -> None:
+        context.set_data_version(context.asset_key, dg.DataVersion(f"up to {events[-1].id}"))
+
+    versions.register(bench.platform)
+    (*_, last) = bench.publish("orders", 3)
+    assert bench.run(versions).success
+    event = bench.instance.get_latest_materialization_event(versions.key)
+    assert event is not None
+    assert event.asset_materialization is not None
+    assert (event.asset_materialization.tags or {})["dagster/data_version"] == f"up to {last}"
 
 
 def test_consumers_under_a_prefix_share_runs_and_are_backfilled(bench: Workbench) -> None:

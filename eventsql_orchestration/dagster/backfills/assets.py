@@ -12,7 +12,7 @@ from eventsql_orchestration.dagster.consumers.reporting import results, without_
 from eventsql_orchestration.dagster.metadata_keys import CONSUMED_TOPIC
 from eventsql_orchestration.dagster.register import failing_if_unregistered
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
-from eventsql_orchestration.dagster.steps import job_of_assets, step_of_assets
+from eventsql_orchestration.dagster.steps import job_of_assets, log_materialization, step_of_assets
 from eventsql_orchestration.dagster.tags import (
     BACKFILL_OF_TAG,
     BACKFILL_RUN,
@@ -231,7 +231,7 @@ def _replay(
         # A failing run has committed the events that it replayed.
         if replay.drained.events:
             for asset, metadata in _results(consumer, replay.drained, backfill_id):
-                context.log_event(dg.AssetMaterialization(asset_key=asset, metadata=metadata))
+                log_materialization(context, asset, metadata)
     context.log.info("%s replayed", counted(replay.drained.events, "event"))
     finished = replay.finish(backfill)
     _, own = next(_results(consumer, replay.drained, backfill_id))

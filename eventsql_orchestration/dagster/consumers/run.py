@@ -27,7 +27,7 @@ from eventsql_orchestration.dagster.consumers.reexecution import (
 from eventsql_orchestration.dagster.consumers.reporting import report, results, without_retries
 from eventsql_orchestration.dagster.register import failing_if_unregistered, why_unregistered
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
-from eventsql_orchestration.dagster.steps import awaited
+from eventsql_orchestration.dagster.steps import awaited, log_materialization
 from eventsql_orchestration.dagster.tags import LATE_TAG, REPLAY_BEGUN_TAG, REPLAY_TAG, SHARD_TAG, SHARED_TAG
 from eventsql_orchestration.errors import ClaimLostError, DatabaseUnavailableError, EventSQLError
 from eventsql_orchestration.orchestration.batch import BatchConsumer
@@ -67,7 +67,7 @@ class ConsumerStep:
             # A failing run has committed the events that it consumed, so they belong to the history of its assets.
             if drained.events:
                 for key, metadata in results(self.key, self.consumer, publishes, drained):
-                    context.log_event(dg.AssetMaterialization(asset_key=key, metadata=metadata))
+                    log_materialization(context, key, metadata)
             raise
 
         if config.claim is None and SHARED_TAG in context.run.tags and not drained.claims:

@@ -12,6 +12,7 @@ import dagster as dg
 
 from eventsql_orchestration.consuming.handlers import check_runs
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
+from eventsql_orchestration.dagster.steps import begin_data_version
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.signatures import signature_of
 
@@ -91,6 +92,7 @@ class UserFunction:
         resources = {RESOURCE_KEY: EventSQLResource, **self.resources}
 
         def entry(context: dg.AssetExecutionContext, config: Any, **given: Any) -> Any:
+            begin_data_version(context)
             return compute(context, config, given)
 
         parameters = [("context", dg.AssetExecutionContext), (CONFIG, config), *resources.items()]

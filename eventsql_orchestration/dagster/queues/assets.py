@@ -22,7 +22,7 @@ from eventsql_orchestration.dagster.metadata_keys import INPUT_SHARD, PUBLISHED_
 from eventsql_orchestration.dagster.queues.tick import QueueWatch
 from eventsql_orchestration.dagster.register import require_queue
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
-from eventsql_orchestration.dagster.steps import job_of_assets, step_of_assets
+from eventsql_orchestration.dagster.steps import job_of_assets, log_materialization, step_of_assets
 from eventsql_orchestration.dagster.tags import ALIVE_TAG, CONSUMER_RUN, HANDLED_TAG, QUEUE_TAG, SHARD_TAG
 from eventsql_orchestration.dagster.topics import Dependencies, dependencies, published_topics, topic_key
 from eventsql_orchestration.dagster.translator import EventSQLTranslator, translated
@@ -233,7 +233,7 @@ class _Step:
         except BaseException:
             # A failing run has acknowledged the messages that it handled, so they belong to the asset's history.
             for key, metadata in self._results(done, shard):
-                context.log_event(dg.AssetMaterialization(key, metadata=metadata))
+                log_materialization(context, key, metadata)
             raise
         if not done.handled:
             context.log.info("no messages of queue %s wait", self.queue)
