@@ -27,6 +27,7 @@ from eventsql_orchestration.dagster import (
     topic_asset,
     topic_key,
 )
+from eventsql_orchestration.dagster.backfills.job import DagsterJob
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ValidationError
 from tests.dagster.conftest import Metadata, Workbench
@@ -139,6 +140,23 @@ def test_consumers_under_a_prefix_share_runs_and_are_backfilled(bench: Workbench
     assert bench.execute(location.resolve_job_def("both"), request).success
     assert bench.effects() == ids * 2
     assert {"backfill_one", "backfill_other"} <= set(location.get_repository_def().job_names)
+
+
+def test_backfills_of_one_name_under_two_prefixes_have_assets_and_windows_of_their_own(bench: Workbench) -> None:
+    finance, shop = (build_backfill(ledger(key_prefix=prefix)) for prefix in ("finance", "shop"))
+    assert shop.asset.key == dg.AssetKey(["shop", "ledger_backfill"])
+    finance.consumer.register(bench.platform)
+    ids = bench.publish("orders", 3)
+    location = dg.Definitions(assets=[finance.asset], jobs=finance.jobs, resources={"eventsql": bench.eventsql})
+    location.resolve_job_def("plan_ledger_backfill").execute_in_process(instance=bench.instance)
+    # The names of dynamic partitions belong to the whole instance.
+    windows, others = (bench.instance.get_dynamic_partitions(str(each.partitions.name)) for each in (finance, shop))
+    assert (len(windows), others) == (1, [])
+
+    job = DagsterJob("backfill_ledger", (), str(finance.partitions.name), "orders/ledger", "")
+    run = location.resolve_job_def(job.name).execute_in_process
+    assert run(instance=bench.instance, partition_key=windows[0], run_config=job.config(max_failures=3)).success
+    assert bench.effects() == ids
 
 
 def test_a_translator_changes_consumers_and_topics_after_all_other_options() -> None:

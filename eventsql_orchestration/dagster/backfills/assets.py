@@ -103,14 +103,17 @@ def build_backfill(consumer: ConsumerDefinition) -> BackfillDefinition:
     """Define backfills of a consumer, for `eventsql backfill` and Dagster's UI.
 
     A backfill cuts its range into windows; if the consumer is partitioned, it cuts each partition separately. The asset
-    `<name>_backfill` has a Dagster partition for each window. The job `backfill_<name>` replays one window, with the
-    consumer's function, limits and tags. It also reports its materialization for the consumer's own asset and for the
-    topics that the consumer publishes to. `eventsql backfill` creates the Dagster partitions; in the UI, the job
-    `plan_<name>_backfill` creates them. The asset's page can then materialize the missing and the failed partitions.
+    `<name>_backfill` has a Dagster partition for each window, and the same prefix in its key as the consumer's asset.
+    The job `backfill_<name>` replays one window, with the consumer's function, limits and tags. It also reports its
+    materialization for the consumer's own asset and for the topics that the consumer publishes to. `eventsql backfill`
+    creates the Dagster partitions; in the UI, the job `plan_<name>_backfill` creates them. The asset's page can then
+    materialize the missing and the failed partitions.
     """
     name = consumer.asset.op.name + SUFFIX
-    partitions = dg.DynamicPartitionsDefinition(name=name)
-    spec = _spec(consumer, name, partitions)
+    key = dg.AssetKey([*consumer.key.path[:-1], name])
+    # Dagster's instance has one set of names for all code locations.
+    partitions = dg.DynamicPartitionsDefinition(name=key.to_user_string())
+    spec = _spec(consumer, key, partitions)
 
     def compute(context: dg.AssetExecutionContext, config: ReplayConfig, resources: Mapping[str, Any]) -> Any:
         yield from _replay(context, config, consumer, spec.key, resources)
@@ -133,11 +136,11 @@ def build_backfill(consumer: ConsumerDefinition) -> BackfillDefinition:
     return BackfillDefinition(consumer, asset, job, _plan_job(consumer, partitions), partitions)
 
 
-def _spec(consumer: ConsumerDefinition, name: str, partitions: dg.DynamicPartitionsDefinition) -> dg.AssetSpec:
+def _spec(consumer: ConsumerDefinition, key: dg.AssetKey, partitions: dg.DynamicPartitionsDefinition) -> dg.AssetSpec:
     own = consumer.asset.get_asset_spec(consumer.key)
     materialized = [each.to_user_string() for each in (consumer.key, *consumer.computation.publishes)]
     return dg.AssetSpec(
-        key=dg.AssetKey([name]),
+        key=key,
         # A run whose window is already replayed materializes nothing.
         skippable=True,
         deps=[topic_key(consumer.topic.name)],

@@ -38,5 +38,6 @@ class DagsterJob(BackfillJob):
         return {DAGSTER_PARTITION_TAG: key, **self.tags(backfill_id), **shard_tags(window.shard)}
 
     def config(self, max_failures: int | None) -> dict[str, Any]:
-        """The config of a run. The run's only op and the asset's partitions have the name of the asset."""
-        return {} if max_failures is None else {"ops": {self.partitions: {"config": {"max_failures": max_failures}}}}
+        """The config of a run. The name of the partitions is the key of the asset, and ends with the run's only op."""
+        op = self.partitions.rpartition("/")[2]
+        return {} if max_failures is None else {"ops": {op: {"config": {"max_failures": max_failures}}}}
