@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import os
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -439,7 +439,12 @@ RIDES = Topic("sums", 2)
 
 
 def taker(
-    seen: list[Any], annotation: Any, *, partitions_def: dg.PartitionsDefinition[str] | None = None, **options: Any
+    seen: list[Any],
+    annotation: Any,
+    *,
+    partitions_def: dg.PartitionsDefinition[str] | None = None,
+    deps: Sequence[dg.AssetsDefinition] = (),
+    **options: Any,
 ) -> dg.AssetsDefinition:
     """An asset that takes topic `sums`, in the form of an annotation."""
     given = {"key": topic_key("sums"), "input_manager_key": "topics", **options}
@@ -448,7 +453,7 @@ def taker(
         seen.append(rows(taken))
 
     taker.__annotations__ = {"taken": annotation, "return": None}
-    return dg.asset(ins={"taken": dg.AssetIn(**given)}, partitions_def=partitions_def)(taker)
+    return dg.asset(ins={"taken": dg.AssetIn(**given)}, partitions_def=partitions_def, deps=deps)(taker)
 
 
 def rows(taken: Any) -> list[tuple[int, bytes]]:
@@ -544,6 +549,72 @@ def test_the_last_materialization_of_an_asset_is_loaded(
     materialize(source, taker(seen, form(), metadata={"reads": "materialization"}), selection=["taker"])
     # The events may be in two partitions.
     assert sorted(value for _, value in seen[0]) == [b"1", b"2"]
+
+
+def test_runs_at_once_load_the_events_that_they_have_published_themselves(materialize: Materialize) -> None:
+    numbers = itertools.count()
+    seen: list[Any] = []
+    source = asset(lambda _: [{"value": str(next(numbers))}], metadata={}, name=None, key=topic_key("sums"))
+
+    @dg.asset(deps=[source])
+    def meanwhile() -> None:
+        assert materialize(source).success
+
+    latest = taker(seen, list[Event], metadata={"reads": "materialization"}, deps=[meanwhile])
+    materialize(source, meanwhile, latest)
+    assert values(seen) == [[b"0"]]
+    materialize(source, meanwhile, latest, selection=["taker"])
+    assert values(seen[1:]) == [[b"1"]]
+
+
+def chain() -> dg.JobDefinition:
+    """A job of an asset of one event, and of an asset that takes this event, and fails if `EVENTSQL_TEST_FAILS` is set.
+
+    The second asset has the event as metadata.
+    """
+
+    @dg.asset(key=topic_key("sums"), io_manager_key="topics")
+    def sums(context) -> list[Publication]:  # type: ignore[no-untyped-def]  # Dagster's own default
+        return [Publication("sums", context.run.run_id.encode())]
+
+    source = dg.AssetIn(key=topic_key("sums"), input_manager_key="topics", metadata={"reads": "materialization"})
+
+    @dg.asset(name="taker", ins={"taken": source})
+    def take(context, taken: list[Event]) -> None:  # type: ignore[no-untyped-def]  # Dagster's own default
+        if "EVENTSQL_TEST_FAILS" in os.environ:
+            raise RuntimeError
+        context.add_output_metadata({"taken": [event.value.decode() for event in taken]})
+
+    eventsql = EventSQLResource(dsn=dg.EnvVar("EVENTSQL_TEST_DSN"))
+    return dg.Definitions(
+        assets=[sums, take],
+        jobs=[dg.define_asset_job("job", [sums, take], executor_def=dg.in_process_executor)],
+        resources={"eventsql": eventsql, "topics": EventSQLIOManager(eventsql=eventsql)},
+    ).resolve_job_def("job")
+
+
+def test_a_run_that_is_executed_again_from_its_failure_loads_the_events_that_it_had_published(
+    bench: Workbench, shared_instance: dg.DagsterInstance, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVENTSQL_TEST_DSN", dsn)
+
+    def execute(again: dg.ReexecutionOptions | None = None) -> str:
+        with dg.execute_job(dg.reconstructable(chain), shared_instance, reexecution_options=again) as result:
+            return result.run_id
+
+    def taken() -> Any:
+        event = shared_instance.get_latest_materialization_event(dg.AssetKey("taker"))
+        assert event is not None
+        assert event.asset_materialization is not None
+        return event.asset_materialization.metadata["taken"].value
+
+    monkeypatch.setenv("EVENTSQL_TEST_FAILS", "")
+    failed = execute()
+    monkeypatch.delenv("EVENTSQL_TEST_FAILS")
+    later = execute()
+    assert taken() == [later]
+    execute(dg.ReexecutionOptions.from_failure(failed, shared_instance))
+    assert taken() == [failed]
 
 
 @pytest.mark.parametrize(

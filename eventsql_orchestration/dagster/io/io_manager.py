@@ -70,11 +70,12 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
 
     An input is a Spark DataFrame unless it is annotated as a pandas DataFrame, `pyarrow.Table`,
     `pyarrow.RecordBatchReader` or `list[Event]`. It holds the whole topic at the time of loading. If `reads` (here, or
-    in the input's metadata) is `materialization`, it holds the events of the asset's last materialization; a
-    partitioned asset is always read in this way, for each requested partition. Events that one run published for
-    several partitions are loaded only for all of them together. The input's metadata `after`, `upto` and
-    `topic partition` select a range. Over shards, frames have a column `shard`, and `after` and `upto` need the shard's
-    name in the input's metadata `shard`.
+    in the input's metadata) is `materialization`, it holds the events that the asset published in the same run, or in
+    the run that this run executes again; otherwise the events of its last materialization. A partitioned asset is
+    always read in this way, for each requested partition. Events that one run published for several partitions are
+    loaded only for all of them together. The input's metadata `after`, `upto` and `topic partition` select a range.
+    Over shards, frames have a column `shard`, and `after` and `upto` need the shard's name in the input's metadata
+    `shard`.
 
     All errors are errors of this package; after an error, nothing is published. If retention has dropped a part of an
     input's range, the input raises `DataLossError`. The whole topic begins with its oldest remaining event.
@@ -173,11 +174,12 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
         named = {AFTER, UPTO, TOPIC_PARTITION, SHARD} & metadata.keys()
         if not named:
             if context.has_asset_key and context.has_asset_partitions:
-                found = {key: _materialized(context, topic, key) for key in context.asset_partition_keys}
+                own = _materialized_upstream(context)
+                found = {key: _materialized(context, topic, key, own) for key in context.asset_partition_keys}
                 _check_together(context, found)
                 return list(found.values())
             if reads == "materialization":
-                return [_materialized(context, topic, None)]
+                return [_materialized(context, topic, None, _materialized_upstream(context))]
         return [self._named_ranges(context.name, topic, metadata)]
 
     def _named_ranges(self, name: str, topic: str, metadata: Mapping[str, Any]) -> list[Selection]:
@@ -321,14 +323,40 @@ def _plain(value: Any) -> Any:
     return value.value if isinstance(value, dg.MetadataValue) else value
 
 
-def _materialized(context: dg.InputContext, topic: str, partition: str | None) -> list[Selection]:
-    """The events of the last materialization of an asset, or of one of its partitions; empty if it published none."""
+def _materialized_upstream(context: dg.InputContext) -> dict[str | None, dg.AssetMaterialization]:
+    """The materializations of an input's asset by the run of its step, by partition; empty if no step gives the input.
+
+    Another run may have materialized the asset since then. Its events are for its own steps.
+    """
+    try:
+        run_id = None if context.upstream_output is None else context.upstream_output.run_id
+    except dg.DagsterInvariantViolationError:
+        # The asset is not computed by this run, or by a run that it executes again.
+        run_id = None
+    if run_id is None:
+        return {}
+    records = context.instance.get_records_for_run(run_id, of_type=dg.DagsterEventType.ASSET_MATERIALIZATION).records
+    made = [made for record in records if (made := record.event_log_entry.asset_materialization) is not None]
+    return {each.partition: each for each in made if each.asset_key == context.asset_key}
+
+
+def _materialized(
+    context: dg.InputContext, topic: str, partition: str | None, own: Mapping[str | None, dg.AssetMaterialization]
+) -> list[Selection]:
+    """The events of a materialization of an asset, or of one of its partitions; empty if it published none.
+
+    It is the materialization in `own`, otherwise the last one.
+    """
     what = context.asset_key.to_user_string() + ("" if partition is None else f" [{partition}]")
-    records = context.instance.fetch_materializations(
-        dg.AssetRecordsFilter(asset_key=context.asset_key, asset_partitions=None if partition is None else [partition]),
-        limit=1,
-    ).records
-    materialization = records[0].asset_materialization if records else None
+    materialization = own.get(partition)
+    if materialization is None:
+        records = context.instance.fetch_materializations(
+            dg.AssetRecordsFilter(
+                asset_key=context.asset_key, asset_partitions=None if partition is None else [partition]
+            ),
+            limit=1,
+        ).records
+        materialization = records[0].asset_materialization if records else None
     if materialization is None:
         raise ValidationError(f"{what} has not been materialized: there is nothing to load")
     metadata: dict[str, Any] = {name: value.value for name, value in materialization.metadata.items()}
