@@ -28,6 +28,7 @@ from eventsql_orchestration.cli.doctor_consumers import (
 )
 from eventsql_orchestration.cli.doctor_database import (
     collation_findings,
+    commit_findings,
     rights_findings,
     row_security_findings,
     schema_finding,
@@ -207,6 +208,7 @@ def _database(context: CliContext, shard: Shard, stalled_after: float) -> Iterat
     yield server
     yield from servers_finding(database)
     yield from collation_findings(database)
+    yield from commit_findings(database)
     schema = schema_finding(database, embedded=embedded)
     yield schema
     # A migration may wait for one of them.

@@ -35,6 +35,9 @@ _BY_TENANT: Final = ("aggregate", "aggregate_change", "archived_change", "adopte
 FORGOTTEN_SECONDS: Final = 60.0
 """Somebody may have forgotten a transaction that has been open for longer."""
 
+STANDBY_SECONDS: Final = 10.0
+"""A commit that has waited for its standby for longer waits for one that is away."""
+
 
 def server_finding(database: Database) -> Finding:
     with database.pooled() as connection:
@@ -173,6 +176,21 @@ def row_security_findings(database: Database) -> Iterator[Finding]:
             "row security hides events, messages or definitions from the programs of roles that it binds, which get no "
             f"error: {', '.join(table for table, _ in rows)}",
             "; ".join(remedies),
+        )
+
+
+def commit_findings(database: Database, longer_than: float = STANDBY_SECONDS) -> Iterator[Finding]:
+    """Commits that wait for a synchronous standby that is away."""
+    query = Queries("sessions", database.schema)("waiting_commits")
+    with database.pooled() as connection:
+        commits, seconds, standbys = fetch_one(connection, query, {"longer_than": longer_than}, prepare=False)
+    if commits:
+        yield problem(
+            "server",
+            f"{counted(commits, 'commit')} {'waits' if commits == 1 else 'wait'} for a standby, up to "
+            f"{age(round(seconds))} (synchronous_standby_names is {standbys!r}): nothing is published or consumed",
+            "start the standby. If a failover may lose events: clear synchronous_standby_names, and SELECT "
+            "pg_reload_conf(). Do not end the sessions: each would have committed on this server alone",
         )
 
 

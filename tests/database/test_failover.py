@@ -1,10 +1,11 @@
-"""A primary whose standby was promoted, and that comes back: no process that knows of the promotion writes to it."""
+"""A primary whose standby is away, or was promoted: no process that knows of a promotion writes to the primary."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +13,13 @@ from typing import Any
 import pytest
 
 from eventsql_orchestration import EventSQL, Publication, Topic
-from eventsql_orchestration.cli.doctor_database import server_finding, servers_finding
-from eventsql_orchestration.cli.findings import Status
+from eventsql_orchestration.cli.doctor_database import (
+    commit_findings,
+    server_finding,
+    servers_finding,
+    transaction_findings,
+)
+from eventsql_orchestration.cli.findings import Finding, Status
 from eventsql_orchestration.database import Database, sessions
 from eventsql_orchestration.database.urls import parse_dsn, render
 from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError
@@ -115,6 +121,44 @@ def test_a_process_that_has_used_a_promoted_standby_publishes_nothing_to_the_for
     pair.primary.stop()
     assert list(servers_finding(database)) == []
     assert list(platform.registry.topics()) == orders
+
+
+def test_commits_that_wait_for_a_standby_are_named_and_not_as_transactions_that_may_be_ended(until: Until) -> None:
+    """Whoever ends such a session lets others see events that a failover loses."""
+    ended = threading.Event()
+    with (
+        own_server() as server,
+        EventSQL(server.create_database("app"), transfer=False) as platform,
+        server.start().connect("postgres") as administrator,
+        ThreadPoolExecutor() as executor,
+    ):
+        platform.registry.register_topic(Topic("orders"))
+
+        def publish() -> None:
+            while not ended.is_set():
+                platform.publisher.publish(Publication("orders", b"1"))
+
+        def waiting() -> list[Finding]:
+            return list(commit_findings(platform.database, longer_than=0.0))
+
+        def reload(statement: str) -> None:
+            administrator.execute(statement)
+            administrator.execute("SELECT pg_reload_conf()")
+
+        assert waiting() == []
+        reload("ALTER SYSTEM SET synchronous_standby_names TO 'absent'")
+        publishing = executor.submit(publish)
+        try:
+            until(waiting)
+            (finding,) = waiting()
+            assert finding.status is Status.PROBLEM
+            assert "'absent'" in finding.message
+            assert list(transaction_findings(platform.database, longer_than=0.0)) == []
+        finally:
+            ended.set()
+            reload("ALTER SYSTEM RESET synchronous_standby_names")
+        publishing.result()
+        assert waiting() == []
 
 
 def test_a_server_that_the_url_names_twice_is_one_server(direct_dsn: str) -> None:

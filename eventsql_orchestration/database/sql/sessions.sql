@@ -93,17 +93,25 @@ FROM (SELECT) one LEFT JOIN (
     WHERE n.nspname = %(schema)s AND c.relname = 'event_buffer'
 ) buffer ON true;
 
+-- waiting_commits -- The commits in this database that have waited for a synchronous standby for longer than some seconds:
+-- their number, the longest wait in seconds, and the standbys that the server waits for.
+SELECT count(*), max(extract(epoch FROM clock_timestamp() - query_start))::float8,
+       current_setting('synchronous_standby_names')
+FROM pg_stat_activity
+WHERE datname = current_database() AND wait_event = 'SyncRep'
+  AND query_start < (clock_timestamp() - make_interval(secs => %(longer_than)s));
+
 -- open_transactions -- The transactions in this database that have been open for longer than some seconds and wait for no
 -- other, the oldest first: the seconds, the role, the process with its application and state, or the name of a prepared
 -- transaction, and how many sessions wait for it. The server shows a role the transactions of roles that it is a member
--- of.
+-- of. A transaction whose commit waits for a standby is none of them.
 SELECT extract(epoch FROM clock_timestamp() - a.xact_start)::float8 AS seconds, a.usename::text, a.pid,
        a.application_name, a.state, NULL::text,
        (SELECT count(*) FROM pg_stat_activity w WHERE a.pid = ANY (pg_blocking_pids(w.pid)))
 FROM pg_stat_activity a
 WHERE a.datname = current_database() AND a.backend_type = 'client backend' AND a.pid <> pg_backend_pid()
   AND a.xact_start < (clock_timestamp() - make_interval(secs => %(longer_than)s))
-  AND cardinality(pg_blocking_pids(a.pid)) = 0
+  AND cardinality(pg_blocking_pids(a.pid)) = 0 AND (a.wait_event = 'SyncRep') IS NOT TRUE
 UNION ALL
 SELECT extract(epoch FROM clock_timestamp() - p.prepared)::float8, p.owner::text, NULL, NULL, NULL, p.gid, 0
 FROM pg_prepared_xacts p
