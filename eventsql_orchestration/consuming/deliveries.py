@@ -57,6 +57,13 @@ class WorkerLostError(ClaimLostError):
     """Internal: this process did not renew its lease in time, and another process has ended it."""
 
 
+class LostHandOutError(ClaimLostError):
+    """Internal: the database went back to a state from before it handed events out to this process.
+
+    Other events may get the ids of these events.
+    """
+
+
 def unattended(database: Database) -> list[tuple[str, str, int]]:
     """Consumers whose processes ended and left events: topic, name, and the number of partitions with such events.
 
@@ -129,21 +136,24 @@ class Deliveries:
 
     # Handing out
 
-    def hand_out(self, worker: int, partition: int, limit: int) -> HandOut:
+    def hand_out(self, worker: int, partition: int, limit: int, known: Collection[Delivery] = ()) -> HandOut:
         """Hand out at most `limit` events of a partition, and move its offset past the acknowledged events.
 
-        Raises `WorkerLostError` if the lease has ended, and `RedefinitionError` as `register`.
+        `known` are the events of the partition that this process has. Raises `WorkerLostError` if the lease has ended,
+        `LostHandOutError` if the database has not handed out all of `known`, and `RedefinitionError` as `register`.
         """
         while True:
             try:
                 with self._database.transaction() as connection:
-                    return self._hand_out(connection, worker, partition, limit)
+                    return self._hand_out(connection, worker, partition, limit, known)
             except (psycopg.Error, DatabaseError, MemoryError) as error:
                 if limit <= 1 or not too_much(error):
                     raise
                 limit //= 2
 
-    def _hand_out(self, connection: Connection, worker: int, partition: int, limit: int) -> HandOut:
+    def _hand_out(
+        self, connection: Connection, worker: int, partition: int, limit: int, known: Collection[Delivery]
+    ) -> HandOut:
         locked = lock(connection, self._consumers, self._key(partition), wait=False)
         if locked is None or locked.state.paused or _consumed_otherwise(locked):
             return HandOut((), taken=False)
@@ -151,6 +161,8 @@ class Deliveries:
         if fetch_first(connection, self._queries("renew"), renewed, prepare=False) is None:
             raise WorkerLostError(f"{locked.key}: the lease of this process has ended")
         cursor, own, standing = self._open(connection, locked, worker)
+        if any(each.cursor == cursor.number and each.event.id > cursor.claimed_upto for each in known):
+            raise LostHandOutError(f"{locked.key}: the database has lost events that it had handed out")
         freed, full = self._take_free(connection, locked, own, limit) if standing.free else ([], False)
 
         room = 0 if full else min(limit - len(freed), self._most - standing.unacknowledged)

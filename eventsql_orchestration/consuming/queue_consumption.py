@@ -13,7 +13,7 @@ from typing import Final, Self
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.consuming.cancellation import Cancellation
 from eventsql_orchestration.consuming.commit_retry import is_unrelated
-from eventsql_orchestration.consuming.deliveries import Deliveries, WorkerLostError
+from eventsql_orchestration.consuming.deliveries import Deliveries, LostHandOutError, WorkerLostError
 from eventsql_orchestration.consuming.delivery import Delivery
 from eventsql_orchestration.consuming.leases import owner_name
 from eventsql_orchestration.consuming.queue_backlog import Ahead, Backlog
@@ -194,14 +194,19 @@ class QueueConsumption(Running):
         with self._exchange:
             began = time.monotonic()
             with self._working:
-                known = self._backlog.unsettled(partition)
+                # The end of a handler that has an event of a former lease acknowledges nothing.
+                known = [each for each in self._backlog.unsettled(partition) if each.worker == worker]
             try:
                 if partition in self._uncertain:
                     self._uncertain.remove(partition)
                     self._deliveries.give_back_others(worker, partition, known)
-                handed = self._deliveries.hand_out(worker, partition, room)
+                handed = self._deliveries.hand_out(worker, partition, room, known)
             except WorkerLostError:
                 self._lost(worker)
+                return
+            except LostHandOutError:
+                if not self._stop.is_set():
+                    self._start_over(worker)
                 return
             except BaseException:
                 # The server may have committed it.
@@ -227,21 +232,14 @@ class QueueConsumption(Running):
                 self._due[partition] = time.monotonic() + delay
 
     def _start_over(self, worker: int) -> None:
-        """Give all events back, because the database does not know of all acknowledgements. Call with `_exchange`.
+        """Give all events back under a new lease, because the database has lost commits. Call with `_exchange`.
 
-        Otherwise an event would be handled again after a later event of its key, which this process has now. A handler
-        without a transaction acknowledges nothing afterwards; a transaction has locked its event.
+        Otherwise an event would be handled again after a later event of its key, which this process has now, or the end
+        of a handler would acknowledge another event, which has the id of a lost one. Handlers acknowledge nothing
+        afterwards, except in a transaction that has done so already.
         """
-        with self._working:
-            self._backlog.clear()
-            self._due = dict.fromkeys(self._due, 0.0)
-            running = {each: self._backlog.unsettled(each) for each in self._due}
-        for partition, known in running.items():
-            self._deliveries.give_back_others(worker, partition, known if self._handler.in_transaction else ())
-        logger.warning(
-            "%s: the database has lost acknowledgements, as after a restore or a failover; the events are handed out "
-            "again", self._name,
-        )  # fmt: skip
+        self._deliveries.leave(worker)
+        self._begin_anew(worker, "the database has lost acknowledgements, as after a restore or a failover")
 
     # Working
 
@@ -412,11 +410,14 @@ class QueueConsumption(Running):
 
     def _lost(self, worker: int) -> None:
         """Forget the events of a lease that has ended, and begin a new lease. Call with `_exchange`."""
+        self._begin_anew(worker, "this process has lost its lease")
+
+    def _begin_anew(self, worker: int, reason: str) -> None:
         with self._working:
             if self._worker != worker or self._stop.is_set():
                 return
             self._backlog.clear()
-        logger.warning("%s lost its lease: its events are handed out again", self._name)
+        logger.warning("%s: %s; its events are handed out again", self._name, reason)
         worker = self._deliveries.register(owner_name())
         with self._working:
             self._worker = worker

@@ -152,9 +152,9 @@ def test_a_queue_fetches_nothing_while_it_holds_a_batch(
         with platform.database.connection() as connection:
             return connection.execute("SELECT FROM eventsql.consumer_delivery").rowcount
 
-    def noting(self: Deliveries, worker: int, partition: int, limit: int) -> HandOut:
+    def noting(self: Deliveries, worker: int, partition: int, limit: int, *known: Any) -> HandOut:
         held.append(kept())
-        return hand_out(self, worker, partition, limit)
+        return hand_out(self, worker, partition, limit, *known)
 
     def handle(event: Event) -> None:
         if not seen:

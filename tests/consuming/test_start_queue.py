@@ -742,8 +742,8 @@ def test_an_offset_moves_at_once_although_the_last_event_is_acknowledged_during_
     fill(platform, "a")
     hand_out, held = Deliveries.hand_out, list[bool]()
 
-    def outlast_the_handler(own: Deliveries, worker: int, partition: int, limit: int) -> HandOut:
-        handed = hand_out(own, worker, partition, limit)
+    def outlast_the_handler(own: Deliveries, worker: int, partition: int, limit: int, *known: Any) -> HandOut:
+        handed = hand_out(own, worker, partition, limit, *known)
         if handed.held and not handed.deliveries:
             held.append(True)
             halt.end()
@@ -980,8 +980,8 @@ def test_no_event_is_begun_whose_call_outlasts_the_lease(
     monkeypatch.setattr(consumers, "_listener", Mock(spec=Listener, listening=False))
     monkeypatch.setattr(queue_consumption, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0]))
 
-    def take_too_long(own: Deliveries, worker: int, partition: int, limit: int) -> HandOut:
-        handed = hand_out(own, worker, partition, limit)
+    def take_too_long(own: Deliveries, worker: int, partition: int, limit: int, *known: Any) -> HandOut:
+        handed = hand_out(own, worker, partition, limit, *known)
         passed[0] = 7_200.0
         return handed
 
@@ -1006,8 +1006,8 @@ def test_events_of_a_failed_call_are_handed_out_again_and_those_under_way_are_no
     hand_out = deliveries.Deliveries.hand_out
     failures: list[bool] = []
 
-    def fail_after_the_commit(own: deliveries.Deliveries, worker: int, partition: int, limit: int) -> Any:
-        handed = hand_out(own, worker, partition, limit)
+    def fail_after_the_commit(own: deliveries.Deliveries, worker: int, partition: int, limit: int, *known: Any) -> Any:
+        handed = hand_out(own, worker, partition, limit, *known)
         if handed.deliveries and failures:
             failures.pop()
             raise DatabaseUnavailableError("the answer was lost")
@@ -1093,6 +1093,47 @@ def test_an_event_that_a_process_handles_while_the_database_goes_back_is_handled
         halt.end()
         until(lambda: at_rest(platform))
     assert [each for each in seen.ids if each in ids] == [*ids[:3], *ids]
+
+
+def test_events_that_have_the_ids_of_lost_events_are_handled(
+    platform: EventSQL, until: Until, halt: Halt, session: Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The database went back to a state from before the events that the process has."""
+    seen: list[bytes | None] = []
+
+    def handle(event: Event) -> None:
+        seen.append(event.value)
+        if event.value == b"lost 1":
+            halt()
+
+    def publish(*values: bytes) -> None:
+        platform.publisher.publish_all(Publication("payments", value, key="a") for value in values)
+        platform.transfer.run_once()
+
+    def held(ids: list[int]) -> bool:
+        return kept(platform) == ids and handed_out(platform) == len(ids)
+
+    with platform.consumers.start_queue("payments", "mailer", handle, polling_delay=POLLING):
+        publish(b"kept")
+        until(lambda: len(seen) == 1 and at_rest(platform))
+        keep(session)
+        end = platform.reader.end("payments")
+        publish(b"lost 1", b"lost 2")
+        halt.await_reached()
+        until(lambda: held([end + 1, end + 2]))
+        session.execute(
+            f"""BEGIN; {GO_BACK}
+            DELETE FROM eventsql.consumer_delivery d
+            WHERE NOT EXISTS (SELECT FROM kept_delivery k WHERE k.eql_id = d.eql_id);
+            DELETE FROM eventsql.payments_block WHERE eql_id > {end};
+            SELECT setval(pg_get_serial_sequence('eventsql.payments_block', 'eql_id'), {end}); COMMIT""".encode()
+        )
+        publish(b"new 1", b"new 2")
+        until(lambda: held([end + 1, end + 2]))
+        halt.end()
+        until(lambda: at_rest(platform))
+    assert seen == [b"kept", b"lost 1", b"new 1", b"new 2"]
+    assert "WARNING" in levels(caplog, queue_consumption)
 
 
 def test_a_handler_in_a_transaction_holds_no_other_event_up_while_the_database_goes_back(
@@ -1187,14 +1228,14 @@ def test_a_partition_that_cannot_be_fetched_stops_no_other_and_is_one_line_in_th
     hand_out, seen, left = deliveries.Deliveries.hand_out, Seen(), [True] * 3
     ids, asked = fill(platform, 12, "orders"), list[int]()
 
-    def refuse(own: deliveries.Deliveries, worker: int, partition: int, limit: int) -> HandOut:
+    def refuse(own: deliveries.Deliveries, worker: int, partition: int, limit: int, *known: Any) -> HandOut:
         if later := platform.reader.read("orders", after=ids[11]):
             asked.append(partition)
             others = {event.id for event in later if event.partition != asked[0]}
             if partition == asked[0] and (left or not others.issubset(seen.ids)):
                 del left[:1]
                 raise DatabaseBusyError("another session keeps the events")
-        return hand_out(own, worker, partition, limit)
+        return hand_out(own, worker, partition, limit, *known)
 
     monkeypatch.setattr(deliveries.Deliveries, "hand_out", refuse)
     monkeypatch.setattr(queue_consumption, "FAULT_DELAY", 5 * POLLING)
@@ -1603,7 +1644,7 @@ def test_no_later_event_of_a_key_comes_while_an_earlier_one_is_given_back(
         until(lambda: exchange.awaited or came)
         return fail(own, *arguments, **named)
 
-    def hand_out_more(own: deliveries.Deliveries, *arguments: int) -> HandOut:
+    def hand_out_more(own: deliveries.Deliveries, *arguments: Any) -> HandOut:
         handed = hand_out(own, *arguments)
         came.extend(handed.deliveries if later else [])
         return handed
