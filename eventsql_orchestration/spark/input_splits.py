@@ -46,11 +46,17 @@ def even_splits(options: ReadOptions, wanted: Sequence[Wanted]) -> list[tuple[Pi
         for index, all_bounds in parts.items()
         for bounds, first in zip(all_bounds, wanted[index].logs.firsts(wanted[index].offsets, all_bounds), strict=True)
     }
+    ends: dict[tuple[int, Interval], int] = {}
+    following = {index: occupied[index].stretches[-1].last for index in parts}
+    for (index, bounds), first in reversed(firsts.items()):
+        ends[index, bounds] = following[index]
+        if first is not None:
+            following[index] = first
     # Check only now: tasks notice by their first events if retention drops anything from here on.
     _check_complete(wanted)
     tasks = [
         tuple(
-            _piece(wanted[index], bounds, first, occupied[index].stretches[-1].last)
+            _piece(wanted[index], bounds, first, ends[index, bounds])
             for index, bounds in task
             if (first := firsts[index, bounds]) is not None
         )
@@ -69,7 +75,7 @@ def _check_complete(wanted: Sequence[Wanted]) -> None:
             each.logs.check_complete(each.offsets, floors[log])
 
 
-def _piece(wanted: Wanted, bounds: Interval, first: int, last: int) -> Piece:
+def _piece(wanted: Wanted, bounds: Interval, first: int, end: int) -> Piece:
     offsets, logs = OffsetRange(wanted.offsets.topic, wanted.offsets.partition, *bounds), wanted.logs
     created = logs.registry.cached_topic(offsets.topic).created_at
-    return Piece(offsets, logs.table(offsets.topic), first, wanted.rows, logs.shard, created, last)
+    return Piece(offsets, logs.table(offsets.topic), first, wanted.rows, logs.shard, created, end)

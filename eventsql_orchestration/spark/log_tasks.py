@@ -63,8 +63,9 @@ class Piece:
     """A range that a task reads, its table, and the offset of its first event when the read was planned.
 
     `rows` are SQL conditions that its events must meet. `shard` is its shard, if there are several databases. `created`
-    is the time when its topic was created: a topic of the same name that was created later has another log. `last` is
-    the offset of the last event of the whole range, of which the piece is a part: a standby that is behind lacks it.
+    is the time when its topic was created: a topic of the same name that was created later has another log. `end` is
+    the offset of the next piece's first event or, in the last piece, of the last event: a server that has it has the
+    whole piece, and a standby that is behind lacks it.
     """
 
     offsets: OffsetRange
@@ -73,7 +74,7 @@ class Piece:
     rows: Sequence[str] = ()
     shard: ReadShard | None = None
     created: datetime | None = None
-    last: int | None = None
+    end: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,23 +145,27 @@ def _read_piece(
     if piece.created is not None and not _rows(connection, copy_out.topic_query(source.schema, topic, piece.created)):
         raise gone
     try:
-        there = _has_event(connection, source, piece, piece.first)
+        complete = all(
+            _rows(connection, copy_out.event_query(source.schema, piece.table, offset))
+            for offset in {piece.first, piece.end or piece.first}
+        )
     except Error as error:
         if error.sqlstate != _UNDEFINED_TABLE:
             raise
         raise gone from error
-    if not there:
+    if not complete:
+        # Retention drops the oldest events first.
+        if _rows(connection, copy_out.earlier_query(source.schema, piece.table, piece.first)):
+            raise DatabaseError(
+                f"{piece.offsets} could not be read: this server lacks events that were there when the read was "
+                "planned. It is a standby that is behind, or was restored: read again"
+            )
         # From here on, this transaction keeps its segment and all later segments from being dropped.
         report_loss(
             f"events from offset {piece.first} on of topic {topic!r} were dropped after the read of "
             f"{piece.offsets} was planned",
             fail=wanted.fail_on_data_loss,
             shard=piece.shard,
-        )
-    elif piece.last is not None and not _has_event(connection, source, piece, piece.last):
-        raise DatabaseError(
-            f"{piece.offsets} could not be read: this server lacks event {piece.last}, which was there when the read "
-            "was planned. It is a standby that is behind, or was restored: read again"
         )
     same = {"topic": topic, "shard": None if piece.shard is None else piece.shard.name}
     for batch in _events(connection, source, piece, fetched):
@@ -186,10 +191,6 @@ def _repeated(text: str | None, count: int) -> pa.Array:
     encoded = text.encode()
     bounds = pa.py_buffer(struct.pack("=2i", 0, len(encoded)))
     return pa.repeat(pa.StringArray.from_buffers(1, bounds, pa.py_buffer(encoded))[0], count)
-
-
-def _has_event(connection: CopyConnection, source: Source, piece: Piece, offset: int) -> bool:
-    return _rows(connection, copy_out.event_query(source.schema, piece.table, offset)) > 0
 
 
 def _rows(connection: CopyConnection, query: str) -> int:

@@ -99,6 +99,11 @@ def event_query(schema: str, table: str, offset: int) -> str:
     return range_query(schema, table, OffsetRange("log", NOT_PARTITIONED, offset - 1, offset), ["offset"])
 
 
+def earlier_query(schema: str, table: str, upto: int) -> str:
+    """One row if the log has an event up to this offset."""
+    return range_query(schema, table, OffsetRange("log", NOT_PARTITIONED, 0, upto), ["offset"]) + " LIMIT 1"
+
+
 def topic_query(schema: str, topic: str, created: datetime) -> str:
     """One row if a topic is still the topic that was created at this time."""
     return qualified(
