@@ -105,11 +105,8 @@ class _Writing:
         return Publications(self._options.source)
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        context = TaskContext.get()
-        query, setting = (
-            None if context is None else context.getLocalProperty(name) for name in (_QUERY_ID, _OF_A_STREAM)
-        )
-        if self._options.writer is None or query is setting is None:
+        query, streaming = _stream_of_task()
+        if self._options.writer is None or not streaming:
             return Staged(stage(self._targets, iterator), query, None)
 
         # A writer with a name may outlive the checkpoint of its stream.
@@ -137,17 +134,20 @@ class _Writing:
 class BatchWriter(_Writing, DataSourceArrowWriter):
     """Writes one batch of a writer, or of a new writer if the options name none."""
 
-    def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        staged = _staged(messages)
-        # Within foreachBatch, the batch is a stream's.
-        writer, batch, stream = self._options.writer, self._options.batch, self._stream(staged)
-        if stream is not None and writer is not None and self._claim is None and batch is None:
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        named = self._options.writer is not None and self._options.claim is None
+        if named and self._options.batch is None and _stream_of_task()[1]:
             # Each batch would be a repetition of batch 0.
             raise ConfigurationError("option batchId is missing: within foreachBatch, give the number of the batch")
+        return super().write(iterator)
+
+    def commit(self, messages: list[WriterCommitMessage | None]) -> None:
+        staged = _staged(messages)
         try:
-            self._publish(writer, batch or 0, staged, stream)
+            # Within foreachBatch, the batch is a stream's.
+            self._publish(self._options.writer, self._options.batch or 0, staged, self._stream(staged))
         except PublicationUnfinishedError as error:
-            if writer is not None:
+            if self._options.writer is not None:
                 raise
             # Repeating the write would publish everything twice, as another writer. A transfer finishes this write.
             logger.warning("%s", error)
@@ -170,6 +170,13 @@ class StreamWriter(_Writing, DataSourceStreamArrowWriter):
             raise ConfigurationError(
                 "option writerId is missing: give it, because Spark does not tell the query's id here"
             )
+
+
+def _stream_of_task() -> tuple[str | None, bool]:
+    """The streaming query of this task, if Spark names it, and whether the task is of a stream."""
+    context = TaskContext.get()
+    query, setting = (None if context is None else context.getLocalProperty(name) for name in (_QUERY_ID, _OF_A_STREAM))
+    return query, (query, setting) != (None, None)
 
 
 def _summed(batches: Iterable[pa.RecordBatch], checksums: list[int]) -> Iterator[pa.RecordBatch]:

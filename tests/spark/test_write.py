@@ -62,6 +62,9 @@ from tests.waiting import wait_until
 Read = Callable[..., DataFrame]
 Write = Callable[..., None]
 
+IN_A_STREAM = "spark.sql.streaming.internal.stateStore.partitions"
+"""A setting that Spark gives the session of each streaming query."""
+
 FARE = "value binary, key string"
 
 
@@ -810,8 +813,19 @@ def test_foreach_batch_needs_the_number_of_the_batch(
     query_of_tasks(monkeypatch, "a query")
     with pytest.raises(ConfigurationError, match="option batchId is missing"):
         write_in_task(dsn, b"1", b"2")
+    assert staged_in(platform) == 0, "a task is refused before its work"
     write_in_task(dsn, b"1", b"2", batchId="0")
     assert sorted(values_in(platform, "fares")) == ["1", "2"]
+
+
+def test_a_task_of_foreach_batch_without_a_number_says_what_is_missing(spark: SparkSession, write: Write) -> None:
+    spark.conf.set(IN_A_STREAM, 2)
+    try:
+        with pytest.raises(PySparkException) as failure:
+            write(spark.createDataFrame([("1",)], "value string"), topic="fares", writerId="copy")
+    finally:
+        spark.conf.unset(IN_A_STREAM)
+    assert "batchId" in str(eventsql_error(failure.value))
 
 
 def test_two_writes_of_foreach_batch_to_different_topics_need_a_writer_each(
@@ -917,15 +931,14 @@ def test_a_batch_of_a_stream_that_spark_does_not_name_is_compared_by_its_rows(
         rows = spark.createDataFrame([(value,) for value in values], "value string")
         write(rows, topic="fares", writerId="copy", batchId=0)
 
-    setting = "spark.sql.streaming.internal.stateStore.partitions"
-    spark.conf.set(setting, 2)
+    spark.conf.set(IN_A_STREAM, 2)
     try:
         copy("1", "2")
         copy("1", "2")
         with pytest.raises(PySparkException) as failure:
             copy("3", "4")
     finally:
-        spark.conf.unset(setting)
+        spark.conf.unset(IN_A_STREAM)
     assert isinstance(eventsql_error(failure.value), ConfigurationError)
     # A batch write outside of streams is repeated by its number alone.
     copy("3", "4")
