@@ -102,13 +102,14 @@ class _Planner:
             sql.SQL(", ").join(map(sql.Identifier, columns)), self._queries("adopted_changes" if adopted else "changes")
         )
         values: dict[str, Any] = {**_between(after, upto), **self._only}
+        # ADBC copies only queries without parameters.
+        filled = psycopg.ClientCursor(connection).mogrify
         return ChangeRange(
             era=after.era,
             after=str(after),
             upto=str(upto),
-            # ADBC copies only queries without parameters.
-            query=psycopg.ClientCursor(connection).mogrify(query, values),
-            era_query=self._queries("era").as_string(),
+            query=filled(query, values),
+            era_query=filled(self._queries("era"), values),
         )
 
 

@@ -38,7 +38,7 @@ CHANGE_TYPES: Final[Mapping[str, pa.DataType]] = MappingProxyType(
 class ChangeRange:
     """The changes that one task reads, from `after` (exclusive) to `upto` (inclusive), two checkpoints of an era.
 
-    `query` gives the columns, `era_query` the era that the store has now.
+    `query` gives the columns, `era_query` the era that the store has now, and whether it has all changes up to `upto`.
     """
 
     era: str
@@ -52,18 +52,23 @@ def read_changes(source: Source, wanted: ChangeRange, columns: Sequence[str]) ->
     """The changes of a range, in their order.
 
     All of them were committed when the read was planned, and changes stay as they are, so all tasks together read one
-    snapshot. Raises `DatabaseError` if the store was adopted meanwhile, and if the server refuses the read, and
-    `DatabaseUnavailableError` if the server goes away.
+    snapshot. Raises `DatabaseError` if the store was adopted meanwhile, if the server is a standby that is behind, and
+    if it refuses the read, and `DatabaseUnavailableError` if it goes away.
     """
     schema = pa.schema([pa.field(name, CHANGE_TYPES[name]) for name in columns])
     with read_errors(source, f"changes {wanted.after} to {wanted.upto}"), CopyConnection(source.dsn) as connection:
         # One snapshot for the era and for the changes.
         connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
-        era = [row for batch in connection.batches(wanted.era_query) for row in batch.column(0).to_pylist()]
-        if era != [wanted.era]:
+        found = [row for batch in connection.batches(wanted.era_query) for row in batch.to_pylist()]
+        if [row["eql_era"] for row in found] != [wanted.era]:
             raise DatabaseError(
                 f"the event store was adopted after the read of {wanted.after} to {wanted.upto} was planned: load "
                 "the frame again"
+            )
+        if not found[0]["complete"]:
+            raise DatabaseError(
+                f"changes {wanted.after} to {wanted.upto} could not be read: this server lacks changes that were there "
+                "when the read was planned. It is a standby that is behind, or was restored: read again"
             )
         for batch in connection.batches(wanted.query):
             if batch.num_rows:

@@ -28,7 +28,16 @@ from eventsql_orchestration.spark.copying import TableCopy
 from eventsql_orchestration.spark.options import Source
 from eventsql_orchestration.spark.projections import SparkFill, SparkProjection
 from eventsql_orchestration.spark.source import EventSQLDataSource
-from eventsql_orchestration.store import Change, Filling, Projection, Projections, RecordedChange, Store
+from eventsql_orchestration.store import (
+    Change,
+    Filling,
+    Projection,
+    Projections,
+    RecordedChange,
+    Store,
+    StoreCheckpoint,
+)
+from eventsql_orchestration.store.order import GlobalOrder
 from tests.fixtures import Sessions
 from tests.store.test_order import adopted, put
 from tests.store.test_projection import Sums, spoil, sums
@@ -176,6 +185,21 @@ def test_a_store_that_was_adopted_meanwhile_is_not_read_in_part(store: Store, ds
         connection.execute("UPDATE eventsql.store_home SET eql_era = 'another'")
     with pytest.raises(DatabaseError, match="adopted"):
         list(reader.read(split))
+
+
+def test_a_task_on_a_standby_that_is_behind_fails(store: Store, dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(store, "1", 1, 2)
+    newest = GlobalOrder.newest
+
+    def ahead(order: GlobalOrder, connection: Connection) -> StoreCheckpoint:
+        return replace(newest(order, connection), transaction=2**60)
+
+    monkeypatch.setattr(GlobalOrder, "newest", ahead)
+    reader = reader_of(dsn, numPartitions=2)
+    complete, behind = reader.partitions()
+    assert sum(batch.num_rows for batch in reader.read(complete)) == 1
+    with pytest.raises(DatabaseError, match="lacks changes"):
+        list(reader.read(behind))
 
 
 # Projections

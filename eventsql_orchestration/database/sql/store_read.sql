@@ -2,8 +2,10 @@
 -- ended -- Whether every transaction up to the given one has ended, so that no change can appear up to there.
 SELECT %(transaction)s::xid8 < pg_snapshot_xmin(pg_current_snapshot());
 
--- era -- The era of the places of changes.
-SELECT eql_era FROM {schema}.store_home;
+-- era -- The era of the places of changes, and whether the server has all changes up to the given transaction: a standby
+-- may be behind.
+SELECT eql_era, (%(upto_transaction)s::xid8 < pg_snapshot_xmin(pg_current_snapshot())) AS complete
+FROM {schema}.store_home;
 
 -- count_changes -- How many changes a range of the global order has.
 SELECT count(*) FROM {schema}.aggregate_change change
