@@ -799,6 +799,19 @@ def test_a_batch_that_its_query_repeats_after_a_later_batch_is_refused(
     assert sorted(values_in(platform, "fares")) == ["1", "2", "3", "4"]
 
 
+def test_a_query_whose_topic_was_changed_goes_on_after_the_batch_that_it_repeats(
+    platform: EventSQL, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def commit(topic: str, batch: int, value: bytes) -> None:
+        stream = writer_of_a_query(WriteOptions.parse({"dsn": dsn, "topic": topic}, streaming=True), monkeypatch)
+        stream.commit([stream.write(iter([pa.record_batch({"value": [value]})]))], batch)
+
+    commit("fares", 7, b"1")
+    commit("plain", 7, b"1")
+    commit("plain", 8, b"2")
+    assert [values_in(platform, topic) for topic in ("fares", "plain")] == [["1"], ["2"]]
+
+
 def write_in_task(dsn: str, *values: bytes, **options: str) -> None:
     """Write events as the writer `copies`, to `fares` if no topic is given, as Spark does for a frame of one task."""
     given = WriteOptions.parse({"dsn": dsn, "topic": "fares", "writerId": "copies", **options}, streaming=False)
