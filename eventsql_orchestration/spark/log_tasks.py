@@ -154,8 +154,7 @@ def _read_piece(
             raise
         raise gone from error
     if not complete:
-        # Retention drops the oldest events first.
-        if _rows(connection, copy_out.earlier_query(source.schema, piece.table, piece.first)):
+        if not _rows(connection, copy_out.dropped_query(source.schema, topic, piece.first)):
             raise DatabaseError(
                 f"{piece.offsets} could not be read: this server lacks events that were there when the read was "
                 "planned. It is a standby that is behind, or was restored: read again"

@@ -232,6 +232,32 @@ def test_a_task_on_a_standby_that_is_behind_fails(platform: EventSQL, dsn: str, 
     assert offsets_read(reader) == list(range(1, 501))
 
 
+@pytest.mark.parametrize("retained", [False, True])
+def test_a_task_on_a_standby_that_has_nothing_of_a_log_yet_fails(
+    platform: EventSQL, dsn: str, orders: str, *, retained: bool
+) -> None:
+    """It does not look as if retention had dropped the events."""
+    if retained:
+        drop_the_first_events(platform, orders)
+    reader = reader_of(dsn, subscribe=orders, numPartitions=2, failOnDataLoss=False)
+    planned = reader.partitions()
+    with platform.database.connection() as connection:
+        connection.execute(f"DELETE FROM eventsql.{stored(orders)}")
+    for split in planned:
+        with pytest.raises(DatabaseError, match="lacks events"):
+            list(reader.read(split))
+
+
+def test_a_log_that_retention_empties_before_a_task_reads_is_missed(platform: EventSQL, dsn: str, orders: str) -> None:
+    strict, lenient = (reader_of(dsn, subscribe=orders, failOnDataLoss=fail) for fail in (True, False))
+    (planned,) = strict.partitions()
+    platform.registry.set_retention(orders, Retention(seconds=1e-6))
+    platform.retention.run_once()
+    with pytest.raises(DataLossError, match="were dropped"):
+        list(strict.read(planned))
+    assert list(lenient.read(planned)) == []
+
+
 def test_retention_does_not_take_what_a_task_is_reading(
     platform: EventSQL, dsn: str, orders: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
