@@ -18,8 +18,8 @@ from eventsql_orchestration.model import Retention
 from eventsql_orchestration.spark.log_planner import Logs
 from eventsql_orchestration.spark.reader import BatchReader, read_schema
 from eventsql_orchestration.spark.source import EventSQLDataSource
-from tests.forms import stored
-from tests.spark.conftest import drop_the_first_events, ranges_of
+from tests.forms import in_blocks, stored
+from tests.spark.conftest import drop_the_first_events, publish_some, ranges_of
 
 Publish = Callable[..., None]
 Read = Callable[..., DataFrame]
@@ -246,6 +246,26 @@ def test_a_task_on_a_standby_that_has_nothing_of_a_log_yet_fails(
     for split in planned:
         with pytest.raises(DatabaseError, match="lacks events"):
             list(reader.read(split))
+
+
+def test_events_of_a_log_in_both_forms_that_retention_drops_before_a_task_reads_are_missed(
+    platform: EventSQL, dsn: str, orders: str
+) -> None:
+    def publish_in_a_new_segment(first: int) -> None:
+        platform.retention.run_once()
+        publish_some(platform, 20, topic=orders, first=first)
+
+    platform.registry.set_retention(orders, Retention(events=1_000))
+    publish_in_a_new_segment(1_000)
+    platform.registry.set_storage(orders, "rows" if in_blocks() else "blocks")
+    publish_in_a_new_segment(1_020)
+    strict, lenient = (reader_of(dsn, subscribe=orders, failOnDataLoss=fail) for fail in (True, False))
+    (planned,) = strict.partitions()
+    platform.registry.set_retention(orders, Retention(events=30))
+    platform.retention.run_once()
+    with pytest.raises(DataLossError, match="were dropped"):
+        list(strict.read(planned))
+    assert sum(batch.num_rows for batch in lenient.read(planned)) == 40
 
 
 def test_a_log_that_retention_empties_before_a_task_reads_is_missed(platform: EventSQL, dsn: str, orders: str) -> None:
