@@ -17,7 +17,7 @@ from eventsql_orchestration.errors import ClaimLostError, ConfigurationError, Re
 from eventsql_orchestration.publishing.staged_blocks import StagedBlock, StagedBlocks, missing_blocks
 from eventsql_orchestration.publishing.two_phase_participant import PublicationPart, TwoPhaseParticipant
 from eventsql_orchestration.shards.shard import Shard
-from eventsql_orchestration.spark.staging import Attempt, ClaimHold, Share, StreamBatch
+from eventsql_orchestration.spark.staging import QUERY_IS_WRITER, Attempt, ClaimHold, Share, StreamBatch
 
 logger = logging.getLogger(__name__)
 
@@ -157,8 +157,8 @@ class CommitLog:
         more rows. Raises `ConfigurationError` if a stream's batch is another batch, or if none of the topics is the
         same, and `ClaimLostError` if the claim was not committed.
         """
-        # A stream that is the writer itself has one write. Its topic may have been changed.
-        if batch.stream != StreamBatch():
+        # Nobody else writes batches of a query that is the writer: if the topic is another one, it was changed.
+        if batch.stream != QUERY_IS_WRITER:
             self._check_topics(connection, batch)
         if batch.stream is not None:
             self._check_stream(connection, batch, batch.stream)

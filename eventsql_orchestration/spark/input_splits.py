@@ -46,6 +46,7 @@ def even_splits(options: ReadOptions, wanted: Sequence[Wanted]) -> list[tuple[Pi
         for index, all_bounds in parts.items()
         for bounds, first in zip(all_bounds, wanted[index].logs.firsts(wanted[index].offsets, all_bounds), strict=True)
     }
+    # From behind, so that the first event of the next piece that has one is known.
     ends: dict[tuple[int, Interval], int] = {}
     following = {index: occupied[index].stretches[-1].last for index in parts}
     for (index, bounds), first in reversed(firsts.items()):

@@ -109,9 +109,9 @@ class Projection:
 def read_batches(source: Source, pieces: Iterable[Piece], wanted: Projection) -> Iterator[pa.RecordBatch]:
     """The events of ranges, in order within each range.
 
-    Raises `DatabaseUnavailableError` if the server goes away, also in mid-read, `DatabaseError` if it refuses the read,
-    `DataLossError` if retention has dropped events since the read was planned, and `ValidationError` for a value that
-    cannot be decoded.
+    Raises `DatabaseUnavailableError` if the server goes away, also in mid-read, `DatabaseError` if it refuses the read
+    or is a standby that is behind, `DataLossError` if retention has dropped events since the read was planned, and
+    `ValidationError` for a value that cannot be decoded.
     """
     # A task has one connection at a time, however many shards it reads.
     for shard, of_shard in groupby(pieces, key=attrgetter("shard")):

@@ -93,8 +93,7 @@ class WriteOptions:
     """The options of a write.
 
     `topic` is None if a column names it, `writer` is None without a name, `batch` without a number. `headers` go into
-    every event's metadata.
-    `claim_shard` is the shard of `claim`, if there are several.
+    every event's metadata. `claim_shard` is the shard of `claim`, if there are several.
     """
 
     source: Source

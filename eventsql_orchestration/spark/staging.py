@@ -81,11 +81,15 @@ class StreamBatch:
     identity.
 
     `query` is the id of the streaming query, which lives as long as its checkpoint, or None if Spark does not name it.
-    `checksum` is the sum of its tasks' checksums. Both are None if the writer is the query itself.
+    `checksum` is the sum of its tasks' checksums. Both are None in `QUERY_IS_WRITER`, and for a batch without tasks.
     """
 
     query: str | None = None
     checksum: int | None = None
+
+
+QUERY_IS_WRITER: Final = StreamBatch()
+"""The identity of any batch of a query that is the writer itself: the writer and the number say all."""
 
 
 @dataclass(frozen=True, slots=True)

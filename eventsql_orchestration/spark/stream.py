@@ -45,7 +45,7 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
         self._opened: AllLogs | None = None
         self._consuming: dict[str | None, StreamProgress] = {}
         self._last: dict[TopicPartition, int] | None = None
-        self._latest: dict[str, Any] | None = None
+        self._planned: dict[str, Any] | None = None
 
     def initialOffset(self) -> dict[str, Any]:
         logs, progress = self._open(), self._progress()
@@ -85,8 +85,8 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
         upto = _within_layouts(logs, after, upto)
         if isinstance(limit, ReadMaxRows):
             upto = _limited(logs, after, upto, limit.max_rows)
-        self._latest = self._offset({tp: last + 1 for tp, last in upto.items()})
-        return self._latest
+        self._planned = self._offset({tp: last + 1 for tp, last in upto.items()})
+        return self._planned
 
     def reportLatestOffset(self) -> dict[str, Any]:
         return self._offset({tp: settled + 1 for tp, settled in self._settled().items()})
@@ -101,7 +101,7 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
 
         # After a restart, this may be the first call.
         every, starts, ends = self._open(), self._nexts(start), self._nexts(end)
-        if end != self._latest:
+        if end != self._planned:
             # An earlier run has planned this batch, maybe on another server.
             _check_reached(ends, every.extents())
         progress = self._progress()

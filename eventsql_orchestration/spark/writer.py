@@ -17,7 +17,7 @@ from pyspark.sql.types import StructType
 
 from eventsql_orchestration.errors import ConfigurationError, PublicationUnfinishedError, ValidationError
 from eventsql_orchestration.spark.options import WriteOptions
-from eventsql_orchestration.spark.staging import Attempt, ClaimHold, StreamBatch, WriteTarget, stage
+from eventsql_orchestration.spark.staging import QUERY_IS_WRITER, Attempt, ClaimHold, StreamBatch, WriteTarget, stage
 from eventsql_orchestration.validation import MAX_BIGINT
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ class StreamWriter(_Writing, DataSourceStreamArrowWriter):
         if self._options.writer is not None:
             self._publish(self._options.writer, batchId, staged, stream or StreamBatch())
         elif stream is not None and stream.query is not None:
-            self._publish(stream.query, batchId, staged, StreamBatch())
+            self._publish(stream.query, batchId, staged, QUERY_IS_WRITER)
         elif any(message.attempt.events for message in staged):
             raise ConfigurationError(
                 "option writerId is missing: give it, because Spark does not tell the query's id here"
