@@ -194,7 +194,7 @@ class QueueConsumption(Running):
         with self._exchange:
             began = time.monotonic()
             with self._working:
-                # The end of a handler that has an event of a former lease acknowledges nothing.
+                # A handler may still have an event of a former lease, which is not handed out to this one.
                 known = [each for each in self._backlog.unsettled(partition) if each.worker == worker]
             try:
                 if partition in self._uncertain:
@@ -235,9 +235,14 @@ class QueueConsumption(Running):
         """Give all events back under a new lease, because the database has lost commits. Call with `_exchange`.
 
         Otherwise an event would be handled again after a later event of its key, which this process has now, or the end
-        of a handler would acknowledge another event, which has the id of a lost one. Handlers acknowledge nothing
-        afterwards, except in a transaction that has done so already.
+        of a handler would acknowledge another event, which has the id of a lost one. A handler without a transaction
+        acknowledges nothing afterwards; a transaction keeps its event if nobody has taken it.
         """
+        with self._working:
+            self._backlog.clear()
+        if not self._handler.in_transaction:
+            for partition in list(self._due):
+                self._deliveries.give_back_others(worker, partition, ())
         self._deliveries.leave(worker)
         self._begin_anew(worker, "the database has lost acknowledgements, as after a restore or a failover")
 

@@ -1095,6 +1095,37 @@ def test_an_event_that_a_process_handles_while_the_database_goes_back_is_handled
     assert [each for each in seen.ids if each in ids] == [*ids[:3], *ids]
 
 
+def test_an_event_whose_handler_ends_while_the_process_starts_over_is_handled_again_after_those_before_it(
+    platform: EventSQL, until: Until, session: Connection, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """The former lease has ended, and nobody has taken its events yet."""
+    ids, leave = fill(platform, "aaa"), Deliveries.leave
+    gates = {ids[0]: threading.Event(), ids[1]: threading.Event()}
+
+    def let_the_handler_end(own: Deliveries, worker: int) -> None:
+        leave(own, worker)
+        gates[ids[1]].set()
+        until(lambda: levels(caplog, queue_consumption) or ids[1] not in kept(platform))
+
+    monkeypatch.setattr(Deliveries, "leave", let_the_handler_end)
+    seen = Seen(lambda event: event.id in gates and gates[event.id].wait())
+    with (
+        platform.consumers.start_queue("payments", "mailer", seen, polling_delay=POLLING),
+        ExitStack() as stack,
+    ):
+        for gate in gates.values():
+            stack.callback(gate.set)
+        until(lambda: kept(platform) == ids)
+        keep(session)
+        gates[ids[0]].set()
+        until(lambda: seen.ids == ids[:2] and kept(platform) == ids[1:])
+        session.execute(f"BEGIN; {GO_BACK} COMMIT".encode())
+        fill(platform, "b")
+        until(lambda: at_rest(platform))
+    assert [each for each in seen.ids if each in ids] == [*ids[:2], *ids]
+
+
 def test_events_that_have_the_ids_of_lost_events_are_handled(
     platform: EventSQL, until: Until, halt: Halt, session: Connection, caplog: pytest.LogCaptureFixture
 ) -> None:
