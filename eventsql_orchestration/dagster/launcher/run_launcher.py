@@ -227,14 +227,16 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
                 self._end(slot, why)
 
     def _end(self, slot: _Slot, why: str) -> None:
-        """End the server of a location, if there is one, once its runs have ended."""
+        """End the server of a location, if there is one, once its runs have ended. Call with the slot's lock."""
         if slot.server is not None:
             logger.info("fork server %s of location %s ends, because %s", slot.server.pid, slot.location, why)
             slot.why = why
             slot.server.close()
-            self._servers.ending.append(slot.server)
-            slot.server = None
-        self._servers.ending = [server for server in self._servers.ending if not server.has_ended()]
+        with self._servers.lock:
+            if slot.server is not None:
+                self._servers.ending.append(slot.server)
+                slot.server = None
+            self._servers.ending = [server for server in self._servers.ending if not server.has_ended()]
 
     def _say_started(self, run: dg.DagsterRun, slot: _Slot, server: ServerProcess, seconds: float) -> None:
         """Write into a run's log why the run starts later than others."""

@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import dagster as dg
 import psutil
@@ -98,6 +99,33 @@ def test_a_launcher_whose_instance_is_closed_refuses_a_launch(deployment: Deploy
     assert deployment.servers() == servers
 
 
+def test_a_launcher_waits_for_servers_that_ended_at_once() -> None:
+    launcher = PreforkRunLauncher()
+    # One that ends looks whether the former ones have ended.
+    first, *others = servers = [Mock(ServerProcess, pid=number) for number in range(3)]
+    slots = [run_launcher._Slot(threading.Lock(), "first", server) for server in servers]
+
+    def end_others() -> None:
+        for slot in slots[1:]:
+            launcher._end(slot, "the location was reloaded")
+
+    ending = threading.Thread(target=end_others)
+
+    def look() -> bool:
+        first.has_ended.side_effect = None
+        ending.start()
+        wait_until(lambda: not ending.is_alive() or launcher._servers.lock.locked(), "the others, or that they wait")
+        return False
+
+    first.has_ended.side_effect = look
+    first.has_ended.return_value = False
+    for other in others:
+        other.has_ended.return_value = False
+    launcher._end(slots[0], "the location was reloaded")
+    ending.join()
+    assert launcher._servers.ending == servers
+
+
 def test_the_servers_of_an_instance_that_is_dropped_without_being_closed_end(deployment: Deployment) -> None:
     """Its runs go on, and so do the servers of another instance of the same storage."""
     others = deployment.waiting()
@@ -108,7 +136,7 @@ def test_the_servers_of_an_instance_that_is_dropped_without_being_closed_end(dep
     assert isinstance(launcher, PreforkRunLauncher)
     launcher.launch_run(LaunchRunContext(deployment.run(run), workspace))
     wait_until((deployment.root / "first" / run).exists, "the step of the run")
-    kept, dropped = deployment.servers()
+    kept, dropped = deployment.servers()[-2:]
     server, watch = psutil.Process(dropped), launcher._servers.watch
     assert watch is not None
     del instance
