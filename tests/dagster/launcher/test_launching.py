@@ -126,30 +126,32 @@ def test_a_launcher_waits_for_servers_that_ended_at_once() -> None:
     assert launcher._servers.ending == servers
 
 
-def test_the_servers_of_an_instance_that_is_dropped_without_being_closed_end(deployment: Deployment) -> None:
+def test_the_servers_of_an_instance_that_is_dropped_without_being_closed_end(tmp_path: Path) -> None:
     """Its runs go on, and so do the servers of another instance of the same storage."""
-    others = deployment.waiting()
-    run = deployment.create("wait")
-    workspace = deployment.workspace.create_request_context()
-    instance = dg.DagsterInstance.from_ref(deployment.instance.get_ref())
-    launcher = instance.run_launcher
-    assert isinstance(launcher, PreforkRunLauncher)
-    launcher.launch_run(LaunchRunContext(deployment.run(run), workspace))
-    wait_until((deployment.root / "first" / run).exists, "the step of the run")
-    kept, dropped = deployment.servers()[-2:]
-    server, watch = psutil.Process(dropped), launcher._servers.watch
-    assert watch is not None
-    del instance
-    gc.collect()
-    wait_until(lambda: not watch.is_alive(), "the end of the launcher's thread")
+    # Other tests take the last server of a deployment to be alive.
+    with deployed(tmp_path, "first") as deployment:
+        others = deployment.waiting()
+        run = deployment.create("wait")
+        workspace = deployment.workspace.create_request_context()
+        instance = dg.DagsterInstance.from_ref(deployment.instance.get_ref())
+        launcher = instance.run_launcher
+        assert isinstance(launcher, PreforkRunLauncher)
+        launcher.launch_run(LaunchRunContext(deployment.run(run), workspace))
+        wait_until((deployment.root / "first" / run).exists, "the step of the run")
+        kept, dropped = deployment.servers()
+        server, watch = psutil.Process(dropped), launcher._servers.watch
+        assert watch is not None
+        del instance
+        gc.collect()
+        wait_until(lambda: not watch.is_alive(), "the end of the launcher's thread")
 
-    following = deployment.launch()
-    assert deployment.ended(following) is SUCCESS
-    assert deployment.seen(following)[1] == kept
-    assert not deployment.run(run).is_finished
-    deployment.go()
-    assert [deployment.ended(each) for each in (run, others)] == [SUCCESS, SUCCESS]
-    wait_until(lambda: ended(server), "the end of the server")
+        following = deployment.launch()
+        assert deployment.ended(following) is SUCCESS
+        assert deployment.seen(following)[1] == kept
+        assert not deployment.run(run).is_finished
+        deployment.go()
+        assert [deployment.ended(each) for each in (run, others)] == [SUCCESS, SUCCESS]
+        wait_until(lambda: ended(server), "the end of the server")
 
 
 def test_a_process_of_another_machine_ends_a_run_through_the_launcher_that_forked_it(deployment: Deployment) -> None:
