@@ -25,8 +25,8 @@ OTHERS = sorted(
     if path.suffix in {".py", ".sql"} and not EXEMPT & set(path.relative_to(PACKAGE).parts)
 )
 
-EVENT_TABLE = re.compile(r"\{event_table\}|(?<!spark_staged)(?<!dagster)_event\b")
-"""An event table by its placeholder, or by a name that ends as theirs; two other tables and columns end so, too."""
+EVENT_TABLE = re.compile(r"\{event_table\}|(?<!spark_staged)(?<!dagster)(?<!wait)_event\b")
+"""An event table by its placeholder, or by a name that ends as theirs; three other tables and columns end so, too."""
 
 PATTERN = PACKAGE / "database" / "log_names.py"
 
