@@ -55,6 +55,7 @@ from eventsql_orchestration.model import STORAGES, Storage
 from eventsql_orchestration.topics.positions import AtOffset
 from tests.consuming.conftest import levels, prepare
 from tests.effects import DISK_IS_FULL, FullDiskError, effects, write
+from tests.forms import stored
 from tests.waiting import PATIENCE
 
 if TYPE_CHECKING:
@@ -1156,8 +1157,8 @@ def test_events_that_have_the_ids_of_lost_events_are_handled(
             f"""BEGIN; {GO_BACK}
             DELETE FROM eventsql.consumer_delivery d
             WHERE NOT EXISTS (SELECT FROM kept_delivery k WHERE k.eql_id = d.eql_id);
-            DELETE FROM eventsql.payments_block WHERE eql_id > {end};
-            SELECT setval(pg_get_serial_sequence('eventsql.payments_block', 'eql_id'), {end}); COMMIT""".encode()
+            DELETE FROM eventsql.{stored("payments")} WHERE eql_id > {end};
+            SELECT setval(pg_get_serial_sequence('eventsql.{stored("payments")}', 'eql_id'), {end}); COMMIT""".encode()
         )
         publish(b"new 1", b"new 2")
         until(lambda: held([end + 1, end + 2]))
