@@ -9,7 +9,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.database.rows import fetch_first
@@ -84,6 +84,15 @@ class Batch:
         return f"batch {self.number} of writer {self.writer!r}"
 
 
+class _Record(NamedTuple):
+    """What is recorded of a published batch. A record from before revision 0072 has no topics."""
+
+    events: int
+    topics: list[str]
+    query: str | None
+    checksum: int | None
+
+
 @dataclass(frozen=True, slots=True)
 class Portion:
     """The shares of attempts on one shard."""
@@ -146,9 +155,10 @@ class CommitLog:
         with self.shard.database.connection() as connection:
             return self._record(connection, batch) is not None
 
-    def _record(self, connection: Connection, batch: Batch) -> tuple[int, list[str], str | None, int | None] | None:
+    def _record(self, connection: Connection, batch: Batch) -> _Record | None:
         values = {"writer": batch.writer, "batch": batch.number}
-        return connection.execute(self._queries("published"), values).fetchone()
+        row = fetch_first(connection, self._queries("published"), values)
+        return None if row is None else _Record(*row)
 
     def check_repeated(self, connection: Connection, batch: Batch) -> None:
         """Check that a batch is the same as the batch that was published under its number before.
@@ -157,37 +167,27 @@ class CommitLog:
         more rows. Raises `ConfigurationError` if a stream's batch is another batch, or if none of the topics is the
         same, and `ClaimLostError` if the claim was not committed.
         """
+        recorded = self._record(connection, batch)
         # Nobody else writes batches of a query that is the writer: if the topic is another one, it was changed.
-        if batch.stream != QUERY_IS_WRITER:
-            self._check_topics(connection, batch)
+        if recorded is not None and batch.stream != QUERY_IS_WRITER:
+            _check_topics(batch, recorded)
         if batch.stream is not None:
-            self._check_stream(connection, batch, batch.stream)
-        else:
-            self._check_events(connection, batch)
+            self._check_stream(connection, batch, batch.stream, recorded)
+        elif recorded is not None and recorded.events != batch.events:
+            logger.warning(
+                "%s was published before with %d events, so these %d events are not published: give each batch a "
+                "batchId of its own",
+                batch, recorded.events, batch.events,
+            )  # fmt: skip
         if batch.claim is not None:
             claim, state = self.shard.claims.get(batch.claim.id)
             if state != "committed":
                 raise ClaimLostError(f"{batch} was published before, but not with {claim}: give writerId a new value")
 
-    def _check_topics(self, connection: Connection, batch: Batch) -> None:
-        _, topics, _, _ = self._record(connection, batch) or (0, [], None, None)
-        if topics and batch.topics and set(topics).isdisjoint(batch.topics):
-            raise ConfigurationError(
-                f"{batch} was published before to topic {', '.join(topics)}, and nothing is published to topic "
-                f"{', '.join(batch.topics)}: give each topic's writes a writerId of their own"
-            )
-
-    def _check_events(self, connection: Connection, batch: Batch) -> None:
-        events, _, _, _ = self._record(connection, batch) or (batch.events, [], None, None)
-        if events != batch.events:
-            logger.warning(
-                "%s was published before with %d events, so these %d events are not published: give each batch a "
-                "batchId of its own",
-                batch, events, batch.events,
-            )  # fmt: skip
-
-    def _check_stream(self, connection: Connection, batch: Batch, stream: StreamBatch) -> None:
-        events, _, query, checksum = self._record(connection, batch) or (None, [], None, None)
+    def _check_stream(
+        self, connection: Connection, batch: Batch, stream: StreamBatch, recorded: _Record | None
+    ) -> None:
+        events, _, query, checksum = recorded or (None, [], None, None)
         # Without a query and a checksum, the writer is the query.
         same_query = query == stream.query and (query is not None or stream.checksum is None)
         same_rows = None in (checksum, stream.checksum) or checksum == stream.checksum
@@ -313,3 +313,11 @@ class CommitLog:
         """Delete old blocks that nobody published or gave up."""
         with self.shard.database.connection() as connection:
             self._blocks.sweep(connection)
+
+
+def _check_topics(batch: Batch, recorded: _Record) -> None:
+    if recorded.topics and batch.topics and set(recorded.topics).isdisjoint(batch.topics):
+        raise ConfigurationError(
+            f"{batch} was published before to topic {', '.join(recorded.topics)}, and nothing is published to topic "
+            f"{', '.join(batch.topics)}: give each topic's writes a writerId of their own"
+        )
