@@ -161,6 +161,14 @@ def read_errors(source: Source, what: object) -> Iterator[None]:
         raise translate(error, source, f"{what} could not be read") from error
 
 
+def behind(what: object, lacking: str) -> DatabaseError:
+    """The error of a read of `what` from a server that is `lacking` a part of it."""
+    return DatabaseError(
+        f"{what} could not be read: this server lacks {lacking} that were there when the read was planned. It is a "
+        "standby that is behind, or was restored: read again"
+    )
+
+
 def translate(error: Exception, source: Source, what: str) -> DatabaseError:
     """An error of ADBC or psycopg as an error of this package."""
     state = getattr(error, "sqlstate", None)

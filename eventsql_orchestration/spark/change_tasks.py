@@ -13,7 +13,7 @@ from typing import Final
 import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
 
 from eventsql_orchestration.errors import DatabaseError
-from eventsql_orchestration.spark.adbc import CopyConnection, read_errors
+from eventsql_orchestration.spark.adbc import CopyConnection, behind, read_errors
 from eventsql_orchestration.spark.options import Source
 
 CHANGE_TYPES: Final[Mapping[str, pa.DataType]] = MappingProxyType(
@@ -56,7 +56,8 @@ def read_changes(source: Source, wanted: ChangeRange, columns: Sequence[str]) ->
     if it refuses the read, and `DatabaseUnavailableError` if it goes away.
     """
     schema = pa.schema([pa.field(name, CHANGE_TYPES[name]) for name in columns])
-    with read_errors(source, f"changes {wanted.after} to {wanted.upto}"), CopyConnection(source.dsn) as connection:
+    what = f"changes {wanted.after} to {wanted.upto}"
+    with read_errors(source, what), CopyConnection(source.dsn) as connection:
         # One snapshot for the era and for the changes.
         connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
         found = [row for batch in connection.batches(wanted.era_query) for row in batch.to_pylist()]
@@ -66,10 +67,7 @@ def read_changes(source: Source, wanted: ChangeRange, columns: Sequence[str]) ->
                 "the frame again"
             )
         if not found[0]["complete"]:
-            raise DatabaseError(
-                f"changes {wanted.after} to {wanted.upto} could not be read: this server lacks changes that were there "
-                "when the read was planned. It is a standby that is behind, or was restored: read again"
-            )
+            raise behind(what, "changes")
         for batch in connection.batches(wanted.query):
             if batch.num_rows:
                 arrays = [batch.column(name).cast(schema.field(name).type) for name in schema.names]

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import groupby
+from itertools import chain, groupby
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Final
@@ -25,7 +25,7 @@ from adbc_driver_manager import Error
 from eventsql_orchestration.database.log_names import holds_blocks
 from eventsql_orchestration.errors import DatabaseError, DataLossError
 from eventsql_orchestration.model import OffsetRange
-from eventsql_orchestration.spark.adbc import CopyConnection, read_errors
+from eventsql_orchestration.spark.adbc import CopyConnection, behind, read_errors
 from eventsql_orchestration.spark.blocks import flatten, parts
 from eventsql_orchestration.spark.json_values import ValueDecoder
 from eventsql_orchestration.spark.options import Source
@@ -154,11 +154,8 @@ def _read_piece(
             raise
         raise gone from error
     if not complete:
-        if not _rows(connection, copy_out.dropped_query(source.schema, topic, piece.first)):
-            raise DatabaseError(
-                f"{piece.offsets} could not be read: this server lacks events that were there when the read was "
-                "planned. It is a standby that is behind, or was restored: read again"
-            )
+        if _floor(connection, source.schema, topic) <= piece.first:
+            raise behind(piece.offsets, "events")
         # From here on, this transaction keeps its segment and all later segments from being dropped.
         report_loss(
             f"events from offset {piece.first} on of topic {topic!r} were dropped after the read of "
@@ -190,6 +187,17 @@ def _repeated(text: str | None, count: int) -> pa.Array:
     encoded = text.encode()
     bounds = pa.py_buffer(struct.pack("=2i", 0, len(encoded)))
     return pa.repeat(pa.StringArray.from_buffers(1, bounds, pa.py_buffer(encoded))[0], count)
+
+
+def _floor(connection: CopyConnection, schema: str, topic: str) -> int:
+    """As `segments.floor`, in the task's transaction."""
+    # Loaded only here, so that tasks that find all their events start faster.
+    from eventsql_orchestration.storage.log_queries import LogQueries  # noqa: PLC0415
+    from eventsql_orchestration.storage.segments import Segment, first_kept  # noqa: PLC0415
+
+    query = LogQueries("segments", schema)("segments", topic=topic).as_string()
+    rows = (zip(*(column.to_pylist() for column in batch.columns), strict=True) for batch in connection.batches(query))
+    return first_kept(Segment(*row) for row in chain.from_iterable(rows))
 
 
 def _rows(connection: CopyConnection, query: str) -> int:

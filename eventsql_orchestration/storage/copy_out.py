@@ -12,7 +12,7 @@ from typing import Final
 
 from psycopg import sql
 
-from eventsql_orchestration.database.log_names import block_store, block_table, event_table, holds_blocks, row_store
+from eventsql_orchestration.database.log_names import holds_blocks
 from eventsql_orchestration.model import ERASED, NOT_PARTITIONED, OffsetRange
 from eventsql_orchestration.qualification import qualified
 from eventsql_orchestration.validation import MAX_BIGINT
@@ -97,27 +97,6 @@ def blocks_query(schema: str, table: str, offsets: OffsetRange, columns: Sequenc
 def event_query(schema: str, table: str, offset: int) -> str:
     """The offset of one event, if the log still has the event."""
     return range_query(schema, table, OffsetRange("log", NOT_PARTITIONED, offset - 1, offset), ["offset"])
-
-
-_DROPPED: Final = sql.SQL(
-    qualified("""
-SELECT 1 AS found
-FROM pg_inherits inherits
-JOIN pg_class segment ON segment.oid = inherits.inhrelid
-JOIN pg_class log ON log.oid = inherits.inhparent
-JOIN pg_namespace namespace ON namespace.oid = log.relnamespace
-CROSS JOIN LATERAL (SELECT pg_get_expr(segment.relpartbound, segment.oid) AS text) bounds
-WHERE namespace.nspname = {schema} AND log.relname = ANY ({names}) AND NOT inherits.inhdetachpending
-  AND bounds.text IS NOT NULL
-HAVING min(coalesce(substring(bounds.text FROM 'FROM [(]''([0-9]+)''[)]')::bigint, 0)) > {offset}
-""")
-)
-
-
-def dropped_query(schema: str, topic: str, offset: int) -> str:
-    """One row if retention has dropped the segment of an offset, as `segments.floor` says: the oldest go first."""
-    names = [name(topic) for name in (event_table, block_table, row_store, block_store)]
-    return _DROPPED.format(schema=schema, names=names, offset=offset).as_string()
 
 
 def topic_query(schema: str, topic: str, created: datetime) -> str:

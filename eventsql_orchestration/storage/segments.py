@@ -8,7 +8,7 @@ EventSQL's Java library, or of an earlier version of this package, is one plain 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
@@ -111,8 +111,12 @@ def segments(connection: Connection, schema: str, topic: str) -> list[Segment] |
 
 def floor(connection: Connection, schema: str, topic: str) -> int:
     """The first offset that retention has left in a topic's log; 0 if it never dropped anything."""
-    kept = segments(connection, schema, topic) or ()
-    return next((each.start for each in kept if not each.detaching), 0)
+    return first_kept(segments(connection, schema, topic) or ())
+
+
+def first_kept(of_log: Iterable[Segment]) -> int:
+    """As `floor`, of a log's segments by their ids."""
+    return next((each.start for each in of_log if not each.detaching), 0)
 
 
 def newest_id(connection: Connection, schema: str, topic: str) -> int:
