@@ -244,7 +244,7 @@ class QueueConsumption(Running):
             for partition in list(self._due):
                 self._deliveries.give_back_others(worker, partition, ())
         self._deliveries.leave(worker)
-        self._begin_anew(worker, "the database has lost acknowledgements, as after a restore or a failover")
+        self._lost(worker, "the database has lost acknowledgements, as after a restore or a failover")
 
     # Working
 
@@ -413,11 +413,8 @@ class QueueConsumption(Running):
             self._lease_until = max(self._lease_until, began + self._lease)
             self._working.notify_all()
 
-    def _lost(self, worker: int) -> None:
+    def _lost(self, worker: int, reason: str = "this process has lost its lease") -> None:
         """Forget the events of a lease that has ended, and begin a new lease. Call with `_exchange`."""
-        self._begin_anew(worker, "this process has lost its lease")
-
-    def _begin_anew(self, worker: int, reason: str) -> None:
         with self._working:
             if self._worker != worker or self._stop.is_set():
                 return

@@ -31,7 +31,9 @@ _KINDS: Final[Mapping[str, type | UnionType]] = {
     "queue_lag": QueueLimits | None,
     "sample": TopicSample,
     "history": HistoryRetention,
-    **dict.fromkeys(("dead_letters", "backfills", "platform"), bool),
+    "dead_letters": bool,
+    "backfills": bool,
+    "platform": bool,
 }
 
 
