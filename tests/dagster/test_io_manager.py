@@ -261,6 +261,16 @@ def test_a_retried_step_publishes_nothing_again(
     assert events(bench) == [(None, b"v")]
 
 
+def job_of(*assets: dg.AssetsDefinition) -> dg.JobDefinition:
+    """A job of assets. The environment names its database, because Dagster makes the job anew for a run."""
+    eventsql = EventSQLResource(dsn=dg.EnvVar("EVENTSQL_TEST_DSN"))
+    return dg.Definitions(
+        assets=assets,
+        jobs=[dg.define_asset_job("job", assets, executor_def=dg.in_process_executor)],
+        resources={"eventsql": eventsql, "topics": EventSQLIOManager(eventsql=eventsql)},
+    ).resolve_job_def("job")
+
+
 def location() -> dg.JobDefinition:
     """A job of an asset that returns one event more each time it is computed."""
 
@@ -268,12 +278,7 @@ def location() -> dg.JobDefinition:
     def sums(eventsql: EventSQLResource):  # type: ignore[no-untyped-def]  # Dagster would check it
         return [{"value": b"%d" % number} for number in range(1 + eventsql.platform.reader.count("sums"))]
 
-    eventsql = EventSQLResource(dsn=dg.EnvVar("EVENTSQL_TEST_DSN"))
-    return dg.Definitions(
-        assets=[sums],
-        jobs=[dg.define_asset_job("job", [sums], executor_def=dg.in_process_executor)],
-        resources={"eventsql": eventsql, "topics": EventSQLIOManager(eventsql=eventsql)},
-    ).resolve_job_def("job")
+    return job_of(sums)
 
 
 def test_a_re_executed_run_publishes_nothing_again_and_names_the_first_run(
@@ -585,12 +590,7 @@ def chain() -> dg.JobDefinition:
             raise RuntimeError
         context.add_output_metadata({"taken": [event.value.decode() for event in taken]})
 
-    eventsql = EventSQLResource(dsn=dg.EnvVar("EVENTSQL_TEST_DSN"))
-    return dg.Definitions(
-        assets=[sums, take],
-        jobs=[dg.define_asset_job("job", [sums, take], executor_def=dg.in_process_executor)],
-        resources={"eventsql": eventsql, "topics": EventSQLIOManager(eventsql=eventsql)},
-    ).resolve_job_def("job")
+    return job_of(sums, take)
 
 
 def test_a_run_that_is_executed_again_from_its_failure_loads_the_events_that_it_had_published(

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -625,6 +625,13 @@ def test_without_the_package_the_extra_is_named_and_nothing_written(
     assert not fresh.directory.exists()
 
 
+def write_programs(directory: Path, commands: Mapping[str, str]) -> None:
+    """Write programs of the shell: each has a name and its only command."""
+    for name, command in commands.items():
+        (directory / name).write_text(f"#!/bin/sh\n{command}\n")
+        (directory / name).chmod(0o755)
+
+
 def test_named_programs_that_are_missing_or_too_old_are_refused(
     fresh: EmbeddedPostgres, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -634,9 +641,7 @@ def test_named_programs_that_are_missing_or_too_old_are_refused(
     with pytest.raises(ConfigurationError, match="lacks initdb, pg_ctl, postgres"):
         fresh.start()
     assert not fresh.directory.exists()
-    for name in ("initdb", "pg_ctl", "postgres"):
-        (directory / name).write_text("#!/bin/sh\necho 'postgres (PostgreSQL) 13.9'\n")
-        (directory / name).chmod(0o755)
+    write_programs(directory, dict.fromkeys(("initdb", "pg_ctl", "postgres"), "echo 'postgres (PostgreSQL) 13.9'"))
     with pytest.raises(EmbeddedServerError, match="PostgreSQL 14 or newer"):
         fresh.start()
 
@@ -647,13 +652,8 @@ def test_an_initialisation_that_takes_too_long_is_ended(
     directory = base / "bin"
     directory.mkdir()
     monkeypatch.setenv(programs.PROGRAMS_VARIABLE, str(directory))
-    for name, does in {
-        "initdb": "exec sleep 600",
-        "pg_ctl": "",
-        "postgres": "echo 'postgres (PostgreSQL) 18.1'",
-    }.items():
-        (directory / name).write_text(f"#!/bin/sh\n{does}\n")
-        (directory / name).chmod(0o755)
+    postgres = "echo 'postgres (PostgreSQL) 18.1'"
+    write_programs(directory, {"initdb": "exec sleep 600", "pg_ctl": "", "postgres": postgres})
     with pytest.raises(EmbeddedServerError, match="initdb did not end"):
         fresh.start(timeout=0.2)
     assert not list(fresh.directory.glob(".eventsql-initdb-*"))
