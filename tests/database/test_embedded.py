@@ -625,6 +625,15 @@ def test_without_the_package_the_extra_is_named_and_nothing_written(
     assert not fresh.directory.exists()
 
 
+@pytest.fixture
+def named(base: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty directory in which the environment says the programs are."""
+    directory = base / "bin"
+    directory.mkdir()
+    monkeypatch.setenv(programs.PROGRAMS_VARIABLE, str(directory))
+    return directory
+
+
 def write_programs(directory: Path, commands: Mapping[str, str]) -> None:
     """Write programs of the shell: each has a name and its only command."""
     for name, command in commands.items():
@@ -632,28 +641,18 @@ def write_programs(directory: Path, commands: Mapping[str, str]) -> None:
         (directory / name).chmod(0o755)
 
 
-def test_named_programs_that_are_missing_or_too_old_are_refused(
-    fresh: EmbeddedPostgres, base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory = base / "bin"
-    directory.mkdir()
-    monkeypatch.setenv(programs.PROGRAMS_VARIABLE, str(directory))
+def test_named_programs_that_are_missing_or_too_old_are_refused(fresh: EmbeddedPostgres, named: Path) -> None:
     with pytest.raises(ConfigurationError, match="lacks initdb, pg_ctl, postgres"):
         fresh.start()
     assert not fresh.directory.exists()
-    write_programs(directory, dict.fromkeys(("initdb", "pg_ctl", "postgres"), "echo 'postgres (PostgreSQL) 13.9'"))
+    write_programs(named, dict.fromkeys(("initdb", "pg_ctl", "postgres"), "echo 'postgres (PostgreSQL) 13.9'"))
     with pytest.raises(EmbeddedServerError, match="PostgreSQL 14 or newer"):
         fresh.start()
 
 
-def test_an_initialisation_that_takes_too_long_is_ended(
-    fresh: EmbeddedPostgres, base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory = base / "bin"
-    directory.mkdir()
-    monkeypatch.setenv(programs.PROGRAMS_VARIABLE, str(directory))
+def test_an_initialisation_that_takes_too_long_is_ended(fresh: EmbeddedPostgres, named: Path) -> None:
     postgres = "echo 'postgres (PostgreSQL) 18.1'"
-    write_programs(directory, {"initdb": "exec sleep 600", "pg_ctl": "", "postgres": postgres})
+    write_programs(named, {"initdb": "exec sleep 600", "pg_ctl": "", "postgres": postgres})
     with pytest.raises(EmbeddedServerError, match="initdb did not end"):
         fresh.start(timeout=0.2)
     assert not list(fresh.directory.glob(".eventsql-initdb-*"))
