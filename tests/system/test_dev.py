@@ -16,15 +16,12 @@ from pathlib import Path
 
 import dagster as dg
 import psutil
-import psycopg
 import pytest
-import requests
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.dagster.local.instance import STORAGE_VARIABLE, storage_url
-from eventsql_orchestration.dagster.tags import FINISHED
 from eventsql_orchestration.database.embedded import EmbeddedPostgres, EmbeddedServer
 from tests.conftest import is_setting
 from tests.fixtures import memory_disk
@@ -123,48 +120,6 @@ def test_a_consumers_lag_is_plotted(dev: Dev, browser: webdriver.Chrome, tmp_pat
         see(browser, plotted, "the plot of lag events")
         screenshot(browser, "consumer-lag", tmp_path)
         platform.registry.resume("ride_orders", "order_status")
-
-
-_EXECUTE_AGAIN = """
-mutation ($parent: String!) {
-    launchRunReexecution(reexecutionParams: {parentRunId: $parent, strategy: ALL_STEPS}) {
-        __typename
-        ... on LaunchRunSuccess { run { runId } }
-    }
-}
-"""
-
-
-@pytest.mark.nightly
-def test_a_run_that_is_re_executed_in_the_ui_replays_its_range_only(dev: Dev) -> None:
-    finished = dg.RunsFilter(job_name="consume_order_status", statuses=[dg.DagsterRunStatus.SUCCESS])
-    with storage(dev) as (server, instance):
-        wait_until(lambda: instance.get_runs_count(finished), "a run of the consumer", seconds=240)
-        (parent,) = instance.get_runs(finished, limit=1)
-        variables = {"parent": parent.run_id}
-        answer = requests.post(
-            f"{dev.url}/graphql", json={"query": _EXECUTE_AGAIN, "variables": variables}, timeout=60,
-            proxies={"no_proxy": "127.0.0.1"},
-        ).json()["data"]["launchRunReexecution"]  # fmt: skip
-        assert answer["__typename"] == "LaunchRunSuccess", answer
-        run_id = answer["run"]["runId"]
-        wait_until(lambda: _status(instance, run_id) in FINISHED, "the end of the run")
-        assert _status(instance, run_id) is dg.DagsterRunStatus.SUCCESS
-        run = instance.get_run_by_id(run_id)
-        (entry,) = instance.all_logs(run_id, of_type=dg.DagsterEventType.ASSET_MATERIALIZATION)
-    assert run is not None
-    assert (run.parent_run_id, run.tags["eventsql/replay"]) == (parent.run_id, "true")
-    assert entry.asset_materialization is not None
-    metadata = entry.asset_materialization.metadata
-    assert (metadata["replayed"].value, metadata["events"].value != 0) == (True, True)
-    with psycopg.connect(server.dsn) as connection:
-        claims = connection.execute("SELECT FROM eventsql.consumer_claim WHERE eql_owner = %s", (f"run {run_id}",))
-        assert claims.fetchone() is None, "the live offset is none of a replay's"
-
-
-def _status(instance: dg.DagsterInstance, run_id: str) -> dg.DagsterRunStatus | None:
-    run = instance.get_run_by_id(run_id)
-    return None if run is None else run.status
 
 
 def test_other_users_cannot_read_its_password_or_reach_its_ports(dev: Dev) -> None:
