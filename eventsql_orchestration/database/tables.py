@@ -1,14 +1,15 @@
 """The names of the platform's tables, and the columns that statements of SQLAlchemy Core use.
 
-The migrations define the tables. Columns of EventSQL 1.0.0 keep their names, and every added column has a default, so
-that its inserts go on working. The descriptions carry no schema: `Database` maps them to the configured one.
+The migrations define the tables, with their keys and defaults. Columns of EventSQL 1.0.0 keep their names, and every
+added column has a default, so that its inserts go on working. The descriptions carry no schema: `Database` maps them to
+the configured one.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from sqlalchemy import BigInteger, Boolean, Column, DateTime, Double, Integer, MetaData, SmallInteger, Table, Text, text
+from sqlalchemy import BigInteger, Boolean, Column, DateTime, Double, Integer, MetaData, SmallInteger, Table, Text
 from sqlalchemy.dialects.postgresql import ARRAY, JSON, UUID
 
 DROPPED: Final = "eventsql: dropped by retention"
@@ -35,87 +36,60 @@ NAMES: Final = (
 
 metadata = MetaData()
 
-_NOW = text("now()")
-
-
-def _time(name: str, *, now: bool = False) -> Column[object]:
-    if now:
-        return Column(name, DateTime(timezone=True), nullable=False, server_default=_NOW)
-    return Column(name, DateTime(timezone=True))
-
+_TIME = DateTime(timezone=True)
 
 topic = Table(
     "topic",
     metadata,
-    Column("eql_name", Text, primary_key=True),
-    Column("eql_partitions", SmallInteger, nullable=False),
-    _time("eql_created_at", now=True),
+    Column("eql_name", Text),
+    Column("eql_partitions", SmallInteger),
+    Column("eql_created_at", _TIME),
     Column("eql_retention_seconds", Double),
     Column("eql_retention_bytes", BigInteger),
     Column("eql_retention_events", BigInteger),
-    Column("eql_layout", Integer, nullable=False, server_default=text("1")),
-    Column("eql_storage", Text, nullable=False, server_default=text("'rows'")),
-    Column("eql_compression", Text, nullable=False, server_default=text("'none'")),
+    Column("eql_layout", Integer),
+    Column("eql_storage", Text),
+    Column("eql_compression", Text),
 )
 
-topic_layout = Table("topic_layout", metadata, Column("eql_topic", Text, primary_key=True))
+topic_layout = Table("topic_layout", metadata, Column("eql_topic", Text))
 
 consumer = Table(
     "consumer",
     metadata,
-    Column("eql_topic", Text, primary_key=True),
-    Column("eql_name", Text, primary_key=True),
-    Column("eql_partition", SmallInteger, primary_key=True, autoincrement=False),
+    Column("eql_topic", Text),
+    Column("eql_name", Text),
+    Column("eql_partition", SmallInteger),
     Column("eql_last_event_id", BigInteger),
-    _time("eql_last_consumption_at"),
-    Column("eql_consumed_events", BigInteger, nullable=False),
-    Column("eql_paused", Boolean, nullable=False, server_default=text("false")),
-    Column("eql_max_attempts", Integer, nullable=False, server_default=text("5")),
-    Column("eql_epoch", BigInteger, nullable=False, server_default=text("0")),
+    Column("eql_last_consumption_at", _TIME),
+    Column("eql_consumed_events", BigInteger),
+    Column("eql_paused", Boolean),
+    Column("eql_max_attempts", Integer),
+    Column("eql_epoch", BigInteger),
     Column("eql_lease_owner", Text),
-    _time("eql_lease_expires_at"),
+    Column("eql_lease_expires_at", _TIME),
     Column("eql_failed_event_id", BigInteger),
-    Column("eql_attempts", Integer, nullable=False, server_default=text("0")),
+    Column("eql_attempts", Integer),
     Column("eql_failure", Text),
-    _time("eql_retry_at"),
+    Column("eql_retry_at", _TIME),
     Column("eql_filter", JSON),
     Column("eql_until", BigInteger),
 )
 
-event_buffer = Table(
-    "event_buffer", metadata, Column("eql_id", BigInteger, primary_key=True), Column("eql_topic", Text, nullable=False)
-)
-event_buffer_lock = Table("event_buffer_lock", metadata, Column("eql_topic", Text, primary_key=True))
-redriven_dead_letter = Table("redriven_dead_letter", metadata, Column("eql_topic", Text, primary_key=True))
+event_buffer = Table("event_buffer", metadata, Column("eql_id", BigInteger), Column("eql_topic", Text))
+event_buffer_lock = Table("event_buffer_lock", metadata, Column("eql_topic", Text))
+redriven_dead_letter = Table("redriven_dead_letter", metadata, Column("eql_topic", Text))
 
 # This database's place among the shards that share its topics: at most one row.
-shard = Table(
-    "shard",
-    metadata,
-    Column("eql_name", Text, primary_key=True),
-    Column("eql_set", UUID, nullable=False),
-    Column("eql_active", Boolean, nullable=False, server_default=text("false")),
-)
+shard = Table("shard", metadata, Column("eql_name", Text), Column("eql_set", UUID), Column("eql_active", Boolean))
 
 # The shards of each generation. The newest generation is in force.
-shard_layout = Table(
-    "shard_layout",
-    metadata,
-    Column("eql_generation", Integer, primary_key=True, autoincrement=False),
-    Column("eql_shards", ARRAY(Text), nullable=False),
-)
+shard_layout = Table("shard_layout", metadata, Column("eql_generation", Integer), Column("eql_shards", ARRAY(Text)))
 
 # The newest offset of each topic when a generation began: keys that moved then have no event after it.
-shard_fence = Table("shard_fence", metadata, Column("eql_topic", Text, primary_key=True))
+shard_fence = Table("shard_fence", metadata, Column("eql_topic", Text))
 
-spark_staged_event = Table(
-    "spark_staged_event",
-    metadata,
-    Column("eql_attempt", UUID, primary_key=True),
-    Column("eql_topic", Text, nullable=False),
-)
+spark_staged_event = Table("spark_staged_event", metadata, Column("eql_attempt", UUID), Column("eql_topic", Text))
 
 # The part of a publication over several shards that lies here. Its blocks are kept until they are published.
-spark_part = Table(
-    "spark_part", metadata, Column("eql_attempts", ARRAY(UUID), nullable=False), _time("eql_published_at")
-)
+spark_part = Table("spark_part", metadata, Column("eql_attempts", ARRAY(UUID)), Column("eql_published_at", _TIME))
