@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from selenium import webdriver
-from selenium.common.exceptions import TimeoutException, WebDriverException
+from selenium.common.exceptions import WebDriverException
 from selenium.webdriver.support.wait import WebDriverWait
 
 from tests.conftest import Administrator
@@ -66,32 +66,3 @@ def screenshot(browser: webdriver.Chrome, name: str, directory: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     browser.save_screenshot(str(target / f"{name}.png"))
     assert (target / f"{name}.png").stat().st_size > 10_000
-
-
-def plotted(driver: webdriver.Chrome) -> bool:
-    """Whether the page of an asset shows its plot of `Lag events`, with something drawn on it."""
-    plots = driver.find_elements("xpath", "//button[normalize-space(.)='Plots']")
-    if not plots:
-        return False
-    plots[0].click()
-    try:
-        title = WebDriverWait(driver, 15).until(
-            lambda page: page.find_element("xpath", "//*[normalize-space(text())='Lag events']")
-        )
-    except TimeoutException:
-        driver.refresh()
-        return False
-    driver.execute_script("arguments[0].scrollIntoView({block: 'start'})", title)
-    # The plot beside its title, and whether anything was drawn on it.
-    return bool(
-        driver.execute_script(
-            """
-            const charts = [...document.querySelectorAll('canvas')].filter(canvas =>
-                arguments[0].compareDocumentPosition(canvas) & Node.DOCUMENT_POSITION_FOLLOWING);
-            if (!charts.length || !charts[0].width) return false;
-            const {width, height} = charts[0];
-            return charts[0].getContext('2d').getImageData(0, 0, width, height).data.some(value => value > 0);
-            """,
-            title,
-        )
-    )

@@ -14,18 +14,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import dagster as dg
 import psutil
 import pytest
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 
-from eventsql_orchestration import EventSQL
-from eventsql_orchestration.dagster.local.instance import STORAGE_VARIABLE, storage_url
-from eventsql_orchestration.database.embedded import EmbeddedPostgres, EmbeddedServer
+from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from tests.conftest import is_setting
 from tests.fixtures import memory_disk
-from tests.system.conftest import plotted, screenshot, see
+from tests.system.conftest import screenshot, see
 from tests.waiting import ended, wait_until
 
 REPOSITORY = Path(__file__).parents[2]
@@ -89,37 +86,6 @@ def test_the_asset_graph_shows_topics_and_what_consumes_them(
 
     see(browser, nodes, "the nodes of the asset graph")
     screenshot(browser, "asset-graph", tmp_path)
-
-
-@contextlib.contextmanager
-def storage(dev: Dev) -> Iterator[tuple[EmbeddedServer, dg.DagsterInstance]]:
-    """The server that `dev` runs, and Dagster's instance on it."""
-    server = EmbeddedPostgres(dev.home / "postgres").status()
-    assert server is not None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(STORAGE_VARIABLE, storage_url(server.dsn))
-        with dg.DagsterInstance.from_config(str(dev.home / "dagster")) as instance:
-            yield server, instance
-
-
-def lags(dev: Dev) -> list[int]:
-    """The lags of consumer order_status that were observed, in events."""
-    with storage(dev) as (_, instance):
-        observed = instance.fetch_observations(dg.AssetKey("order_status"), limit=100).records
-    metadata = [record.asset_observation.metadata for record in observed if record.asset_observation]
-    return [int(str(entry["Lag events"].value)) for entry in metadata]
-
-
-@pytest.mark.nightly
-def test_a_consumers_lag_is_plotted(dev: Dev, browser: webdriver.Chrome, tmp_path: Path) -> None:
-    with storage(dev) as (server, _), EventSQL(server.dsn, transfer=False) as platform:
-        # The simulation's events wait meanwhile.
-        platform.registry.pause("ride_orders", "order_status")
-        wait_until(lambda: len(lags(dev)) >= 2 and max(lags(dev)) > 0, "two observations of a lag", seconds=240)
-        browser.get(f"{dev.url}/assets/order_status?view=overview")
-        see(browser, plotted, "the plot of lag events")
-        screenshot(browser, "consumer-lag", tmp_path)
-        platform.registry.resume("ride_orders", "order_status")
 
 
 def test_other_users_cannot_read_its_password_or_reach_its_ports(dev: Dev) -> None:

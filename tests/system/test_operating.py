@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 from selenium import webdriver
+from selenium.common.exceptions import TimeoutException
 from selenium.webdriver.common.by import By
+from selenium.webdriver.support.wait import WebDriverWait
 
 from tests.system import operated_location as location
-from tests.system.conftest import plotted, screenshot, see
+from tests.system.conftest import screenshot, see
 from tests.system.operated_system import BACKFILL, WINDOWS, System, publish
 from tests.waiting import wait_until
 
@@ -30,6 +32,35 @@ def test_a_dead_letter_turns_the_check_delivered_red(system: System, browser: we
 
     see(browser, red, "the failed check with what to do next")
     screenshot(browser, "delivered-check", tmp_path)
+
+
+def plotted(driver: webdriver.Chrome) -> bool:
+    """Whether the page of an asset shows its plot of `Lag events`, with something drawn on it."""
+    plots = driver.find_elements("xpath", "//button[normalize-space(.)='Plots']")
+    if not plots:
+        return False
+    plots[0].click()
+    try:
+        title = WebDriverWait(driver, 15).until(
+            lambda page: page.find_element("xpath", "//*[normalize-space(text())='Lag events']")
+        )
+    except TimeoutException:
+        driver.refresh()
+        return False
+    driver.execute_script("arguments[0].scrollIntoView({block: 'start'})", title)
+    # The plot beside its title, and whether anything was drawn on it.
+    return bool(
+        driver.execute_script(
+            """
+            const charts = [...document.querySelectorAll('canvas')].filter(canvas =>
+                arguments[0].compareDocumentPosition(canvas) & Node.DOCUMENT_POSITION_FOLLOWING);
+            if (!charts.length || !charts[0].width) return false;
+            const {width, height} = charts[0];
+            return charts[0].getContext('2d').getImageData(0, 0, width, height).data.some(value => value > 0);
+            """,
+            title,
+        )
+    )
 
 
 @pytest.mark.nightly
