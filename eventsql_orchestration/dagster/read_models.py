@@ -28,7 +28,7 @@ def store_asset(
     """The event store as an external asset, `event_store`: services append to it."""
     return dg.AssetSpec(
         STORE_KEY, deps=dependencies(deps), description=description or "Changes of aggregates, in their order.",
-        owners=list(owners), group_name=group_name, kinds={"postgresql"}, tags=dict(tags or {}),
+        owners=owners, group_name=group_name, kinds={"postgresql"}, tags=tags,
     )  # fmt: skip
 
 
@@ -50,8 +50,8 @@ def subscription_asset(
     return dg.AssetSpec(
         dg.AssetKey([*STORE_KEY.path, "subscription", name]), deps=_upstream(deps),
         description=description or f"Effects of subscription {name}.",
-        metadata={SUBSCRIPTION: name, **(metadata or {})}, owners=list(owners), group_name=group_name,
-        kinds={"eventsql"}, tags=dict(tags or {}),
+        metadata={SUBSCRIPTION: name, **(metadata or {})}, owners=owners, group_name=group_name,
+        kinds={"eventsql"}, tags=tags,
     )  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def projection_asset(
         projection_key(projection), deps=_upstream(deps),
         description=description or f"Projection {projection.name}: {tables}.",
         metadata={SUBSCRIPTION: subscription_of(projection.name), "tables": tables, **(metadata or {})},
-        owners=list(owners), group_name=group_name, kinds={"table", "postgresql"}, tags=dict(tags or {}),
+        owners=owners, group_name=group_name, kinds={"table", "postgresql"}, tags=tags,
     )  # fmt: skip
 
 
@@ -105,5 +105,5 @@ def view_asset(
             "table": definition.table, "retention": retention, "period": age(definition.period.total_seconds()),
             "form": dg.MetadataValue.json(described), **(metadata or {}),
         },
-        owners=list(owners), group_name=group_name, kinds={"table", "postgresql"}, tags=dict(tags or {}),
+        owners=owners, group_name=group_name, kinds={"table", "postgresql"}, tags=tags,
     )  # fmt: skip

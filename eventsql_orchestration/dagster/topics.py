@@ -89,9 +89,9 @@ def table_asset(
         description=description or f"Table {table}, whose changes are events.",
         metadata={"table": table, **declared_columns(columns), **(metadata or {})},
         group_name=group_name,
-        owners=list(owners),
+        owners=owners,
         kinds={"table", "postgresql"},
-        tags=dict(tags or {}),
+        tags=tags,
     )
 
 
@@ -125,10 +125,10 @@ def topic_asset(
         description=description or _described(topic.name),
         metadata={**described_topic(topic), **declared_columns(columns), **(metadata or {})},
         group_name=group_name,
-        owners=list(owners),
+        owners=owners,
         kinds={*TOPIC_KINDS, *kinds},
         freshness_policy=freshness_policy(freshness),
-        tags=dict(tags or {}),
+        tags=tags,
     )
     return translated(translator, topic.name, None, spec)
 

@@ -146,7 +146,7 @@ def _spec(consumer: ConsumerDefinition, key: dg.AssetKey, partitions: dg.Dynamic
         deps=[topic_key(consumer.topic.name)],
         description=f"Ranges of topic {consumer.topic.name} that are replayed through {consumer.consumer.name}.",
         group_name=BACKFILL_GROUP,
-        owners=list(own.owners),
+        owners=own.owners,
         kinds={*KINDS, *own.kinds},
         metadata={
             CONSUMED_TOPIC: consumer.topic.name,

@@ -78,8 +78,8 @@ def queue_asset(
     """
     spec = dg.AssetSpec(
         queue_key(name), deps=dependencies(deps), description=description or f"Messages of queue {name}.",
-        metadata={QUEUE: name, **(metadata or {})}, owners=list(owners), group_name=group_name, kinds={*QUEUE_KINDS},
-        tags=dict(tags or {}),
+        metadata={QUEUE: name, **(metadata or {})}, owners=owners, group_name=group_name, tags=tags,
+        kinds={*QUEUE_KINDS},
     )  # fmt: skip
     return translated(translator, None, None, spec, queue=name)
 
