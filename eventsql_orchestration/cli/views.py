@@ -53,7 +53,7 @@ _QUANTILES: Final = (0.5, 0.9, 0.99)
 _FOLLOW_DELAY: Final = 0.5
 """Seconds between two looks for new lines."""
 
-_NAME: Final = Name("view", lambda name: check_name("view name", name))
+_NAME: Final = Name("view", partial(check_name, "view name"))
 
 ViewName: TypeAlias = Annotated[str, argument(type=_NAME)]
 Tenant: TypeAlias = Annotated[str, option("The tenant whose entries are shown.", default="", show_default=False)]

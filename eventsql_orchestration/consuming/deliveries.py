@@ -222,7 +222,7 @@ class Deliveries:
         if row is not None and Cursor(*row).offset != locked.offset:
             # Moved by another way of consuming or by a new layout. Handlers may still have events.
             wait_at_most(connection, LOCK_SECONDS)
-            forgotten = {"topic": self._topic, "consumer": self._consumer, "partitions": [locked.key.partition]}
+            forgotten = {**self._own, "partitions": [locked.key.partition]}
             connection.execute(self._queries("forget"), forgotten, prepare=False)
             row = None
         if row is None:
