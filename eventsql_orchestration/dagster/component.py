@@ -223,18 +223,15 @@ class EventSQLConsumerComponent(dg.Component, dg.Model, dg.Resolvable):
     @classmethod
     def load(cls, attributes: BaseModel | None, context: dg.ComponentLoadContext) -> Self:
         component = super().load(attributes, context)
-        component.loaded_by(context)
+        # It has the path of the component's file.
+        component._context = context  # noqa: SLF001 - of its own class
         return component
-
-    def loaded_by(self, context: dg.ComponentLoadContext) -> None:
-        """Keep the context: it has the path of the component's file."""
-        self._context = context
 
     def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
         """Raises `ConfigurationError` if file or function is missing, or another component has `platform: true`."""
         if self.platform:
             self._has_the_platform_alone(context.defs_module_path)
-        self.loaded_by(context)
+        self._context = context
         own = definitions_of([self.consumer_definition], self.checks, backfills=self.backfills)
         project = context.component_tree.get_all_components(EventSQLConsumerComponent)
         is_loaded = any(each is self for each in project)
