@@ -1,8 +1,7 @@
 """The data source `eventsql` for Spark 4.3: batch and streaming, read and write.
 
 Spark finds it by the name of the module `pyspark_eventsql`; nobody registers it. Importing this package loads neither
-pyspark nor pyarrow. docs/spark_reading.md and docs/spark_writing.md list all options
-and columns.
+pyspark nor pyarrow. docs/spark_reading.md and docs/spark_writing.md list all options and columns.
 
 Offsets have Kafka's meaning: `startingOffsets` is the first offset that is read, and `endingOffsets` is the first
 offset after the read. `range_options` gives these options for a range of the log, whose `after` is exclusive and

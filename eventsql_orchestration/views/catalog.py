@@ -198,10 +198,9 @@ class Views:
     def retain(self, *, now: datetime | None = None, execute: bool = True) -> list[Retained]:
         """Drop the partitions of each view whose entries are all older than its retention.
 
-        Without `execute`, only gives the numbers of partitions that it would drop.
-        `now` replaces the server's time, and is at most 100 years from it. If a transaction uses the view for longer
-        than a second, the rest stays for the next run. Also makes the partition after the current one, so that no
-        handler has to.
+        Without `execute`, only gives the numbers of partitions that it would drop. `now` replaces the server's time,
+        and is at most 100 years from it. If a transaction uses the view for longer than a second, the rest stays for
+        the next run. Also makes the partition after the current one, so that no handler has to.
         """
         time = self._time(now)
         results = [self._retain(each, time, execute=execute) for each in self.definitions()]
