@@ -44,10 +44,7 @@ class Switch:
         try:
             connection.execute(sql.SQL("DROP TABLE {}").format(self._table(held.table)))
         except psycopg.errors.DependentObjectsStillExist as error:
-            raise ViewConflictError(
-                f"the switch would drop more than the table of view {held.name!r} ({error.diag.message_detail}): drop "
-                "these objects, rebuild, and create them again"
-            ) from error
+            raise _drops_more(held, str(error.diag.message_detail)) from error
 
         renamed = [(each, f"{held.table}{each[len(table) :]}") for each in self._partitions(connection, table)]
         for before, after in [*renamed, (table, held.table)]:
@@ -63,10 +60,7 @@ class Switch:
         tables = {"live": self._table(live).as_string(connection), "made": self._table(new).as_string(connection)}
         lost += [what for (what,) in fetch_all(connection, self._queries("lost_indexes"), tables)]
         if lost:
-            raise ViewConflictError(
-                f"the switch would drop more than the table of view {shadow.held.name!r} ({', '.join(lost)}): drop "
-                "these objects, rebuild, and create them again"
-            )
+            raise _drops_more(shadow.held, ", ".join(lost))
 
     def _keep_rights(self, connection: Connection, live: str, new: str, kind: str) -> None:
         """Give the new relation the rights on the live relation, and no others."""
@@ -99,3 +93,10 @@ class Switch:
 def sequence_of(table: str) -> str:
     """The sequence of the ids of a timeline's or a log's table."""
     return f"{table}_eql_id_seq"
+
+
+def _drops_more(held: Definition, objects: str) -> ViewConflictError:
+    return ViewConflictError(
+        f"the switch would drop more than the table of view {held.name!r} ({objects}): drop these objects, rebuild, "
+        "and create them again"
+    )
