@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 import psycopg
 
@@ -19,6 +19,7 @@ from eventsql_orchestration.consuming.cancellation import Cancellation
 from eventsql_orchestration.consuming.claim_pruning import PROCESS_OWNER
 from eventsql_orchestration.consuming.claim_values import Claim, NoClaim
 from eventsql_orchestration.consuming.claims import Claims
+from eventsql_orchestration.consuming.commit_retry import is_transient
 from eventsql_orchestration.consuming.dead_letter_values import describe
 from eventsql_orchestration.consuming.handlers import check_returned, errors_of_handler
 from eventsql_orchestration.consuming.lost_connections import LostConnections, lost
@@ -30,6 +31,8 @@ from eventsql_orchestration.database.translation import ended_for_time
 from eventsql_orchestration.errors import (
     ClaimLostError,
     ConsumptionError,
+    DatabaseBusyError,
+    DatabaseError,
     DatabaseFullError,
     DatabaseUnavailableError,
     EventSQLError,
@@ -41,6 +44,10 @@ from eventsql_orchestration.retry import pause_while_away
 Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
+
+BUSY_ATTEMPTS: Final = 3
+"""How often a claim is settled or released at most while other transactions are in the way. After that, its lease ends
+by itself."""
 
 
 class Lease:
@@ -138,8 +145,8 @@ class LeasedPolls:
                 result = self._process(claim, lost, cancellation)
         except BaseException:
             # Otherwise the partition would stay leased until the lease ends.
-            with suppress(EventSQLError):
-                _once_it_is_back(partial(self.claims.release, claim), cancellation)
+            with suppress(EventSQLError, psycopg.Error):
+                _repeated(partial(self.claims.release, claim), cancellation)
             raise
         return PollOutcome(result, more=True) if result.failure is None else PollOutcome(result, due_in=0.0)
 
@@ -178,7 +185,7 @@ class LeasedPolls:
                         each = True
                         continue
                     # The event may have taken the database down.
-                    claim, result = _once_it_is_back(
+                    claim, result = _repeated(
                         partial(self.claims.settle, claim, events[index], error, done=events[:index]), cancellation
                     )
                     total += result
@@ -208,15 +215,22 @@ class LeasedPolls:
                 self.claims.check(connection, claim)
 
 
-def _once_it_is_back(call: Callable[[], Result], cancellation: Cancellation) -> Result:
-    """The result of `call`, which is repeated while the database is away, until the consumption stops."""
+def _repeated(call: Callable[[], Result], cancellation: Cancellation) -> Result:
+    """The result of `call`, which is repeated while the database is away, until the consumption stops.
+
+    While other transactions are in the way, it is repeated a few times.
+    """
     failures = 0
     while True:
         try:
             return call()
-        except DatabaseUnavailableError:
+        except (DatabaseError, psycopg.Error) as error:
             failures += 1
-            if cancellation.stopping.wait(pause_while_away(failures)):
+            if isinstance(error, DatabaseBusyError) or is_transient(error):
+                again = failures < BUSY_ATTEMPTS
+            else:
+                again = isinstance(error, DatabaseUnavailableError)
+            if not again or cancellation.stopping.wait(pause_while_away(failures)):
                 raise
 
 

@@ -15,6 +15,7 @@ from eventsql_orchestration.consumer import ConsumerState, EventFilter
 from eventsql_orchestration.consuming import claims, failures, worker_pool
 from eventsql_orchestration.consuming.batch import BatchResult
 from eventsql_orchestration.consuming.cancellation import Cancellation
+from eventsql_orchestration.consuming.claim_processing import finish_claim
 from eventsql_orchestration.consuming.claims import Claim, Claims, NoClaim
 from eventsql_orchestration.consuming.leases import Lease, LeasedPolls
 from eventsql_orchestration.consuming.partition import ConsumerPartition
@@ -468,6 +469,30 @@ def test_a_handler_that_loses_a_claim_of_its_own_spends_the_attempts_of_its_even
         until(lambda: state(platform).last_event_id == ids[-1])
     platform.transfer.run_once()
     assert [letter.origin for letter in platform.dead_letters.list("payments")] == [f"payments:-1:{ids[0]}"]
+
+
+@pytest.mark.parametrize("error", [psycopg.errors.DeadlockDetected, psycopg.errors.SerializationFailure])
+def test_a_batch_that_loses_to_another_transaction_gives_its_lease_back(
+    platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch, error: type[psycopg.Error]
+) -> None:
+    monkeypatch.setattr(worker_pool, "FAULT_DELAY", 0.01)
+    ids = fill(platform, 1)
+    conflicts = [error("two transactions are in each other's way")]
+    away = [DatabaseUnavailableError("the server restarts")]
+
+    def finish_after_a_conflict(*arguments: Any) -> bool:
+        if conflicts:
+            raise conflicts.pop()
+        return finish_claim(*arguments)
+
+    def find_it_away(_events: Sequence[Event]) -> None:
+        if away:
+            raise away.pop()
+
+    monkeypatch.setattr(claims, "finish_claim", finish_after_a_conflict)
+    seen = Seen(find_it_away)
+    with platform.consumers.start_leased("payments", "mailer", seen, lease=3_600.0, polling_delay=POLLING):
+        until(lambda: state(platform).last_event_id == ids[-1])
 
 
 @pytest.mark.parametrize("error", [FullDiskError(), DatabaseFullError("the server is out of memory")])
