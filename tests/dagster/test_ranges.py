@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from asyncio import CancelledError
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Any
 
 import dagster as dg
@@ -195,6 +197,22 @@ def test_a_committed_range_is_reported_whatever_its_function_returns(bench: Work
     result = bench.run(definition, bench.request(definition))
     assert result.success
     assert metadata(result, definition.key)["events"] == 3
+
+
+def test_metadata_that_dagster_cannot_store_fails_no_committed_range(bench: Workbench, metadata: Metadata) -> None:
+    def measuring(context: dg.AssetExecutionContext, claim: Claim, eventsql: EventSQLResource) -> dict[Any, Any]:
+        told: dict[Any, Any] = {"share": Decimal("0.5"), "places": {"first": object()}, 7: "seven"}
+        return total(context, claim, eventsql) | told
+
+    definition = define(measuring)
+    ids = bench.publish("rides", 3)
+    result = bench.run(definition, bench.request(definition))
+    assert result.success
+    found = metadata(result, definition.key)
+    assert (found["events"], found["largest"], found["7"]) == (3, ids[-1], "seven")
+    assert not found.keys() & {"share", "places"}
+    warnings = [each for each in bench.instance.all_logs(result.run_id) if each.level == logging.WARNING]
+    assert len(warnings) == 2
 
 
 def test_a_database_that_is_away_is_no_failure_of_the_range(bench: Workbench) -> None:

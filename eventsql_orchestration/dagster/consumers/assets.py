@@ -25,6 +25,7 @@ from eventsql_orchestration.dagster.consumers.options import (
     RunLimits,
     TickOptions,
 )
+from eventsql_orchestration.dagster.consumers.reporting import storable
 from eventsql_orchestration.dagster.consumers.run import ConsumerStep
 from eventsql_orchestration.dagster.consumers.sensors import build_sensor
 from eventsql_orchestration.dagster.consumers.user_function import UserFunction
@@ -132,10 +133,11 @@ def range_asset(
 
     The function reads `claim.remaining`, and commits the claim itself together with its effects:
     `publish_dataframe(…, claim=claim)`, or `claims.check` and `claims.commit` in its transaction. It may also take
-    resources, as parameters annotated with their types. It returns None or a mapping with metadata of the run. When the
-    function raises, or ends without a commit, the run fails and its range is tried again after a pause, up to
-    `max_attempts` times. Then the partition stops there, because no single event is known to be at fault. If topic
-    `<topic>_dlt` exists, the range is tried once a minute instead.
+    resources, as parameters annotated with their types. It returns None or a mapping with metadata of the run; an entry
+    that Dagster cannot store is left out with a warning. When the function raises, or ends without a commit, the run
+    fails and its range is tried again after a pause, up to `max_attempts` times. Then the partition stops there,
+    because no single event is known to be at fault. If topic `<topic>_dlt` exists, the range is tried once a minute
+    instead.
 
     With a `filter`, Spark's option `claim` reads only the events that match. Any other reader gets all events of the
     range.
@@ -160,7 +162,7 @@ def range_asset(
 
         def consume(context: dg.AssetExecutionContext, shard: Shard, resources: Mapping[str, Any]) -> Consume:
             call = partial(user, resources, context=context)
-            return RangeConsumer(shard, lambda claim: call(claim=claim), context.log)
+            return RangeConsumer(shard, lambda claim: storable(call(claim=claim), context.log), context.log)
 
         return declared.define(user, consume)
 

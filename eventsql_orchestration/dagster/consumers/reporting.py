@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -134,6 +135,27 @@ def results(
             yield topic, add_up(drained.said, name)
         elif topic in awaited:
             yield topic, {PUBLISHED_TOPIC: name, PUBLISHED_EVENTS: 0, ROW_COUNT: 0}
+
+
+def storable(returned: object, log: logging.Logger) -> object:
+    """The metadata that a function has returned, without the entries that Dagster cannot store.
+
+    The range is committed by then. An error would fail its run, and the range would not be consumed again.
+    """
+    if not isinstance(returned, Mapping):
+        return returned
+    kept: dict[str, Any] = {}
+    for name, value in returned.items():
+        try:
+            dg.AssetMaterialization("function", metadata={str(name): value})
+            kept[str(name)] = value
+        except dg.DagsterError:
+            log.warning(
+                "Dagster cannot store metadata %r of type %s, so it is left out: return a number, a text, JSON or a "
+                "MetadataValue",
+                name, type(value).__name__,
+            )  # fmt: skip
+    return kept
 
 
 @contextmanager
