@@ -106,7 +106,8 @@ def check_returned(returned: object) -> None:
     if returned is None:
         return
     check_ran(returned)
-    first = returned[0] if isinstance(returned, list | tuple) and returned else returned
+    # A result of Dagster is a tuple that refuses an index.
+    first = returned[0] if (type(returned) is list or type(returned) is tuple) and returned else returned
     if isinstance(first, Publication):
         raise TypeError(
             "the handler returned publications, which nobody publishes: publish them in the handler, through its "

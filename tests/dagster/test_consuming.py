@@ -350,6 +350,18 @@ def test_a_failing_event_is_retried_by_the_next_tick_and_becomes_a_dead_letter_i
     assert bench.effects() == [ids[0], ids[2]]
 
 
+def test_a_run_warns_once_of_results_that_nothing_uses(bench: Workbench) -> None:
+    def count(events: Sequence[Event], connection: Connection) -> dg.MaterializeResult[Any]:
+        record(events, connection)
+        return dg.MaterializeResult(metadata={"events": len(events)})
+
+    bench.publish("rides", 3)
+    result = bench.run(define(count, batch=1))
+    assert result.success
+    messages = [entry.user_message for entry in bench.instance.all_logs(result.run_id)]
+    assert sum("MaterializeResult" in each for each in messages) == 1
+
+
 def test_a_run_that_is_launched_by_hand_claims_the_waiting_events_of_every_partition(
     bench: Workbench, metadata: Metadata
 ) -> None:

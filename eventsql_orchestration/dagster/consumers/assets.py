@@ -77,9 +77,9 @@ def consumer_asset(
     """Make a consumer from a function `f(events, connection)`. Each call gets at most `batch` events.
 
     Writes through `connection` commit together with the offset: exactly once. Other effects happen at least once. The
-    function may also take `context` (of the run), and resources as parameters annotated with their types. An event that
-    fails is tried again with backoff, up to `max_attempts` times. Then it becomes a dead letter if topic `<topic>_dlt`
-    exists, and otherwise blocks its partition.
+    function may also take `context` (of the run), and resources as parameters annotated with their types. It returns
+    None: anything else is dropped with a warning. An event that fails is tried again with backoff, up to `max_attempts`
+    times. Then it becomes a dead letter if topic `<topic>_dlt` exists, and otherwise blocks its partition.
 
     With a `filter`, the function gets only the events that match. A new consumer begins at `start`, as in
     `Registry.register_consumer`. The job `register` gives an existing consumer the declared `max_attempts` and
