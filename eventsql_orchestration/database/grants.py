@@ -18,6 +18,7 @@ from psycopg import sql
 from eventsql_orchestration.database.log_names import names_log
 from eventsql_orchestration.errors import PermissionDeniedError
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX
+from eventsql_orchestration.validation import advised
 
 ADMIN: Final = "admin"
 KINDS: Final = (ADMIN, "transfer", "publisher", "stager", "consumer", "reader", "eraser", "sender", "worker")
@@ -348,6 +349,9 @@ def permission_error(
         )
     if not prefix:
         advice += "; `eventsql roles create` makes these roles"
+    if kind == "topic" and name is not None:
+        create = advised(f"roles create --prefix {prefix or DEFAULT_PREFIX} --topic", name)
+        advice += f"; `{create}` makes a role that publishes to this topic alone"
     return PermissionDeniedError(
         f"{where} refuses role {role or 'of this connection'!r} ({detail}): {advice}", role=role, object=name
     )
@@ -369,8 +373,7 @@ def may_not_migrate(
 def _needed(kind: str, name: str | None, detail: str, held: Collection[str]) -> Sequence[tuple[str, str]]:
     """The roles that have the right, by the end of their names, and the work of each. `detail` is in English."""
     if kind == "topic":
-        alone = [(f"publisher_{name}", "publishes to this topic alone")] if name else []
-        return [("publisher", _DOES["publisher"]), *alone, (ADMIN, "changes it")]
+        return [("publisher", _DOES["publisher"]), (ADMIN, "changes it")]
     if name is None or not detail.startswith("permission"):
         return [(ADMIN, "")]
 

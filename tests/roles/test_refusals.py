@@ -460,6 +460,12 @@ def test_a_refusal_names_no_role_whose_rights_on_the_object_the_login_has(as_: A
     assert re.findall(r"GRANT (\w+) TO", advice) == ["shop_admin"]
 
 
+def test_a_refusal_to_publish_names_no_role_that_may_not_exist() -> None:
+    refusal = str(grants.permission_error("permission denied for topic zone-fares", "here", "app", "shop"))
+    assert re.findall(r"GRANT (\S+) TO", refusal) == ["shop_publisher", "shop_admin"]
+    assert "`eventsql roles create --prefix shop --topic zone-fares`" in refusal
+
+
 @pytest.mark.parametrize("view", ["view_event", "view_event_count", "view_moves"])
 def test_a_refused_view_is_not_taken_for_the_log_of_a_topic(view: str) -> None:
     advice = str(grants.permission_error(f"permission denied for table {view}", "here", "app", "shop"))
