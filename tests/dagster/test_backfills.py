@@ -417,6 +417,21 @@ def test_a_window_that_is_done_is_not_replayed_again(bench: Workbench, backfills
     assert bench.effects() == ids
 
 
+def test_a_run_of_several_windows_says_that_each_needs_a_run_of_its_own(bench: Workbench, backfills: Backfills) -> None:
+    bench.publish("orders", 20)
+    plan = everything(backfills, "fragile", window_events=10)
+    first, second = (run.key("one") for run in plan.runs)
+    backfills.register(plan, "one")
+    definition = location.fragile_backfill
+    assert definition.partitions.name is not None
+    bench.instance.add_dynamic_partitions(definition.partitions.name, [first, second])
+    ranged = {"dagster/asset_partition_range_start": first, "dagster/asset_partition_range_end": second}
+    refused = bench.execute(job_of(bench, definition), dg.RunRequest(tags=ranged))
+    assert not refused.success
+    assert "a run of its own" in failure(refused)
+    assert bench.effects() == []
+
+
 def test_a_finished_backfill_is_known_until_its_id_is_used_again(bench: Workbench, backfills: Backfills) -> None:
     bench.publish("orders", 5)
     plan = everything(backfills, "fragile")

@@ -211,6 +211,12 @@ def _replay(
     resources: Mapping[str, Any],
 ) -> Iterator[dg.MaterializeResult[Any]]:
     eventsql: EventSQLResource = resources[RESOURCE_KEY]
+    if not context.has_partition_key:
+        raise dg.Failure(
+            f"a run replays one window, and this run has none or several: materialize each partition of {key.path[-1]} "
+            "in a run of its own",
+            allow_retries=False,
+        )
     backfill_id, window, partition = read_key(context.partition_key)
     shard = eventsql.shard(window.shard)
     replay = WindowReplay(
