@@ -658,6 +658,12 @@ def test_an_initialisation_that_takes_too_long_is_ended(fresh: EmbeddedPostgres,
     assert not list(fresh.directory.glob(".eventsql-initdb-*"))
 
 
+def test_a_program_for_which_no_time_was_left_has_no_negative_time_in_its_error() -> None:
+    with pytest.raises(EmbeddedServerError) as raised:
+        programs.run_program(["sleep", "600"], None, timeout=-2.0)
+    assert "-2" not in raised.value.message
+
+
 @as_root
 def test_named_programs_that_the_servers_account_cannot_run_are_refused(
     fresh: EmbeddedPostgres, base: Path, monkeypatch: pytest.MonkeyPatch
