@@ -26,7 +26,9 @@ def store_findings(shard: Shard, stalled_after: float) -> Iterator[Finding]:
     try:
         subscriptions = Store(shard).subscriptions()
     except RestoredStoreError as error:
-        yield problem("store", error.message, "eventsql store adopt")
+        # A restored database has an empty store of another server, too.
+        if query_all(shard.database, Queries("store", shard.database.schema)("in_use"), prepare=False):
+            yield problem("store", error.message, "eventsql store adopt")
         return
     for each in subscriptions:
         idle = each.handled_at is None or datetime.now(UTC) - each.handled_at > IDLE
@@ -43,7 +45,9 @@ def store_findings(shard: Shard, stalled_after: float) -> Iterator[Finding]:
                 f"subscription {each.name} waits with {counted(each.held_back, 'change')} for "
                 f"{each.held_back_by.description}, whose transaction is open for "
                 f"{age(round(each.held_back_by.seconds))}",
-                "end that transaction; pg_terminate_backend(pid) ends a process",
+                "start the standby for which its commit waits; do not end the process"
+                if each.held_back_by.waits_for_standby
+                else "end that transaction; pg_terminate_backend(pid) ends a process",
             )
         if each.attempts:
             yield warning(

@@ -21,6 +21,7 @@ class OldestWriter:
 
     description: str
     seconds: float
+    waits_for_standby: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ class SubscriptionLagReader:
             return []
         era = self._home.era(connection)
         writer = fetch_first(connection, self._queries("oldest_writer"), prepare=False)
-        oldest = None if writer is None else _oldest(*writer)
+        oldest = None if writer is None else OldestWriter(_described(*writer[2:]), *writer[:2])
         return [
             SubscriptionLag(
                 name, StoreCheckpoint(era, int(transaction), position), handled, waiting, held_back,
@@ -92,7 +93,6 @@ class SubscriptionLagReader:
         ]  # fmt: skip
 
 
-def _oldest(pid: int | None, seconds: float, application: str, database: str, prepared: str | None) -> OldestWriter:
-    if prepared is not None:
-        return OldestWriter(f"prepared transaction {prepared!r} in database {database!r}", seconds)
-    return OldestWriter(f"process {pid} ({application or 'no name'}) in database {database!r}", seconds)
+def _described(pid: int | None, application: str, database: str, prepared: str | None) -> str:
+    known = f"process {pid} ({application or 'no name'})" if prepared is None else f"prepared transaction {prepared!r}"
+    return f"{known} in database {database!r}"

@@ -19,10 +19,12 @@ from eventsql_orchestration.cli.doctor_database import (
     servers_finding,
     transaction_findings,
 )
+from eventsql_orchestration.cli.doctor_store import store_findings
 from eventsql_orchestration.cli.findings import Finding, Status
 from eventsql_orchestration.database import Database, sessions
 from eventsql_orchestration.database.urls import parse_dsn, render
 from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError
+from eventsql_orchestration.store import Change
 from tests.conftest import own_server
 from tests.fixtures import Until
 from tests.log.servers import Pair
@@ -159,6 +161,33 @@ def test_commits_that_wait_for_a_standby_are_named_and_not_as_transactions_that_
             reload("ALTER SYSTEM RESET synchronous_standby_names")
         publishing.result()
         assert waiting() == []
+
+
+def test_a_subscription_that_waits_for_a_commit_that_waits_for_a_standby_asks_for_the_standby(until: Until) -> None:
+    """Changes that need no standby are committed behind a change that waits for it."""
+    with (
+        own_server() as server,
+        EventSQL(server.create_database("app"), transfer=False) as platform,
+        server.start().connect("postgres") as administrator,
+        ThreadPoolExecutor() as executor,
+    ):
+        store = platform.store
+        store.subscribe("mailer", lambda _change, _connection: None, background=False).run_once()
+        administrator.execute("ALTER SYSTEM SET synchronous_standby_names TO 'absent'")
+        administrator.execute("SELECT pg_reload_conf()")
+        first = executor.submit(store.append, "order", "1", [Change("placed", {})], expected_version=0)
+        try:
+            until(lambda: list(commit_findings(platform.database, longer_than=0.0)))
+            with platform.database.transaction() as connection:
+                connection.execute("SET LOCAL synchronous_commit TO local")
+                store.append("order", "2", [Change("placed", {})], expected_version=0, connection=connection)
+            (found,) = store_findings(platform.shards[0], stalled_after=0.0)
+            assert found.remedy is not None
+            assert "pg_terminate_backend" not in found.remedy
+        finally:
+            administrator.execute("ALTER SYSTEM RESET synchronous_standby_names")
+            administrator.execute("SELECT pg_reload_conf()")
+        first.result()
 
 
 def test_a_server_that_the_url_names_twice_is_one_server(direct_dsn: str) -> None:

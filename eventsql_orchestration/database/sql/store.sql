@@ -181,6 +181,9 @@ SELECT home.eql_server, home.eql_era,
        )
 FROM {schema}.store_home home;
 
+-- in_use -- A row if the store has had a change or a subscription.
+SELECT WHERE EXISTS (SELECT FROM {schema}.aggregate) OR EXISTS (SELECT FROM {schema}.store_subscription);
+
 -- server -- The identity of this server.
 SELECT system_identifier::text FROM pg_control_system();
 

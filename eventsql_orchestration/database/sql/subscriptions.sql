@@ -124,14 +124,14 @@ SELECT s.eql_name, s.eql_transaction::text, s.eql_position, s.eql_handled, s.eql
 FROM {schema}.store_subscription s
 ORDER BY s.eql_name;
 
--- oldest_writer -- The transaction at the horizon: its process, its age in seconds, its application and database; or the name
--- of a prepared transaction.
-SELECT a.pid, extract(epoch FROM clock_timestamp() - a.xact_start)::float8, a.application_name, a.datname::text,
-       NULL::text
+-- oldest_writer -- The transaction at the horizon: its age in seconds, and whether its commit waits for a synchronous
+-- standby; its process, application and database; or the name of a prepared transaction.
+SELECT extract(epoch FROM clock_timestamp() - a.xact_start)::float8, coalesce(a.wait_event = 'SyncRep', false),
+       a.pid, a.application_name, a.datname::text, NULL::text
 FROM pg_stat_activity a
 WHERE a.backend_xid = pg_snapshot_xmin(pg_current_snapshot())::xid AND a.pid <> pg_backend_pid()
 UNION ALL
-SELECT NULL::integer, extract(epoch FROM clock_timestamp() - p.prepared)::float8, ''::text, p.database::text, p.gid
+SELECT extract(epoch FROM clock_timestamp() - p.prepared)::float8, false, NULL::integer, ''::text, p.database::text, p.gid
 FROM pg_prepared_xacts p
 WHERE p.transaction = pg_snapshot_xmin(pg_current_snapshot())::xid
 LIMIT 1;
