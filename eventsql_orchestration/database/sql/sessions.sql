@@ -94,7 +94,8 @@ FROM (SELECT) one LEFT JOIN (
 ) buffer ON true;
 
 -- waiting_commits -- The commits in this database that have waited for a synchronous standby for longer than some seconds:
--- their number, the longest wait in seconds, and the standbys that the server waits for.
+-- their number, the longest wait in seconds, and the standbys that the server waits for. The server does not keep when a
+-- wait began, so each counts from the start of its statement: usually COMMIT.
 SELECT count(*), max(extract(epoch FROM clock_timestamp() - query_start))::float8,
        current_setting('synchronous_standby_names')
 FROM pg_stat_activity
