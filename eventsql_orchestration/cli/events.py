@@ -82,8 +82,8 @@ def tail(
     """Print the events of TOPIC as JSON lines. Nothing is committed.
 
     A value that is not UTF-8 text is printed as base64, with "encoding": "base64". --format csv prints a header and
-    the columns of the JSON; --format value prints each value as it is, and a line feed. --max counts the events that
-    are printed.
+    the columns of the JSON; --format value prints each value as it is, and a line feed. --limit counts the events
+    that are printed.
     """
     with context.platform() as platform:
         found = platform.registry.topic(topic)

@@ -292,6 +292,6 @@ TopicNames: TypeAlias = Annotated[
 ]
 ConsumerName: TypeAlias = Annotated[str, argument(type=CONSUMER)]
 AsJson: TypeAlias = Annotated[bool, option("Print JSON.", "--json")]
-MaxEvents: TypeAlias = Annotated[int | None, option("End after N events.", "--max", type=POSITIVE)]
+MaxEvents: TypeAlias = Annotated[int | None, option("End after N events.", "--limit", type=POSITIVE)]
 Follow: TypeAlias = Annotated[bool, option("Go on with new events, until Ctrl-C.")]
 Partition: TypeAlias = Annotated[int | None, option("Only this partition.")]

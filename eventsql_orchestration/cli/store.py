@@ -107,7 +107,7 @@ def tail(
     after: Annotated[str | None, option("Begin after this checkpoint of an earlier line.", metavar="CHECKPOINT")],
     types: Annotated[tuple[str, ...], option("Only this type of aggregate; repeat it for several.", "--type")],
     kinds: Annotated[tuple[str, ...], option("Only this kind of change; repeat it for several.", "--kind")],
-    most: Annotated[int | None, option("End after N changes.", "--max", type=POSITIVE)],
+    limit: Annotated[int | None, option("End after N changes.", type=POSITIVE)],
     follow: Annotated[bool, option("Go on with new changes, until Ctrl-C.")],
 ) -> None:
     """Print the changes of all aggregates as JSON lines, in the global order.
@@ -120,7 +120,7 @@ def tail(
         wake = threading.Event()
         if follow:
             platform.listener.subscribe(lazy.STORE, None, wake.set)
-        left = inf if most is None else most
+        left = inf if limit is None else limit
         while left > 0:
             changes = opened.read_all(place, types=types or None, kinds=kinds or None, limit=int(min(_BATCH, left)))
             _write(changes)

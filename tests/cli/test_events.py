@@ -124,9 +124,9 @@ def test_an_event_is_one_line_whatever_its_value(run: Run, publish: Callable[...
         (["--from", 3], ["3", "4"]),
         (["--from", 0], ["1", "2", "3", "4"]),
         (["--from", 99], []),
-        (["--max", 3], ["1", "2", "3"]),
+        (["--limit", 3], ["1", "2", "3"]),
         (["--partition", 1], ["3", "4"]),
-        (["--partition", 1, "--max", 1], ["3"]),
+        (["--partition", 1, "--limit", 1], ["3"]),
     ],
 )
 def test_tail_prints_what_is_asked_for(
@@ -161,7 +161,7 @@ def test_tail_begins_at_a_time_or_so_long_ago(run: Run, publish: Callable[..., N
 
 def test_tail_waits_for_an_offset_that_is_yet_to_come(start: Start, publish: Callable[..., None]) -> None:
     publish(1)
-    process = start("tail", TOPIC, "--from", 3, "--follow", "--max", 1)
+    process = start("tail", TOPIC, "--from", 3, "--follow", "--limit", 1)
     publish(2, 3, 4)
     output, _ = process.communicate(timeout=60)
     assert json.loads(output)["value"] == "3"
@@ -177,7 +177,7 @@ def test_following_begins_with_what_comes_and_ends_at_its_maximum(
     start: Start, publish: Callable[..., None], run: Run
 ) -> None:
     publish(1)
-    process = start("tail", TOPIC, "--from", "latest", "--follow", "--max", 2)
+    process = start("tail", TOPIC, "--from", "latest", "--follow", "--limit", 2)
     assert process.stdout is not None
     # What is published before the program has found the end of the log is not what comes from then on.
     while process.poll() is None:
@@ -227,9 +227,9 @@ def test_consume_goes_on_over_many_batches(run: Run, publish: Callable[..., None
 def test_consume_ends_at_its_maximum(run: Run, publish: Callable[..., None], consumer: str, platform: EventSQL) -> None:
     publish(1, 2, 3)
     publish(4, 5, partition=1)
-    assert values(run("consume", TOPIC, consumer, "--max", 4)) == ["1", "2", "3", "4"]
+    assert values(run("consume", TOPIC, consumer, "--limit", 4)) == ["1", "2", "3", "4"]
     assert sum(lag.events for lag in platform.lag(TOPIC)) == 1
-    assert values(run("consume", TOPIC, consumer, "--max", 4)) == ["5"]
+    assert values(run("consume", TOPIC, consumer, "--limit", 4)) == ["5"]
 
 
 def test_consume_takes_one_partition_alone(
@@ -294,7 +294,7 @@ def test_following_says_that_nothing_transfers_the_events(
     start: Start, platform: EventSQL, consumer: str, command: tuple[str, ...]
 ) -> None:
     platform.publisher.publish(Publication(TOPIC, b"1"))
-    process = start(*command, "--follow", "--max", 1)
+    process = start(*command, "--follow", "--limit", 1)
     assert process.stderr is not None
     assert b"not transferred yet: `eventsql transfer` moves them" in process.stderr.readline()
     platform.transfer.run_once()
@@ -306,7 +306,7 @@ def test_following_a_paused_consumer_says_so_once(
 ) -> None:
     publish(1)
     platform.registry.pause(TOPIC, consumer)
-    process = start("consume", TOPIC, consumer, "--follow", "--max", 1)
+    process = start("consume", TOPIC, consumer, "--follow", "--limit", 1)
     assert process.stderr is not None
     assert b"is paused, resume it" in process.stderr.readline()
     platform.registry.resume(TOPIC, consumer)

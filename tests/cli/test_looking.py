@@ -308,7 +308,7 @@ def values(result: Result) -> list[str]:
 def test_events_are_chosen_by_key_and_value(run: Run, rides: EventSQL) -> None:
     assert values(run("tail", "rides", "--key", "k1")) == ['{"fare": 1}', '{"fare": 3}']
     assert values(run("tail", "rides", "--grep", r"fare.*[23]")) == ['{"fare": 2}', '{"fare": 3}']
-    assert values(run("tail", "rides", "--grep", "fare", "--key", "k0", "--max", "1")) == ['{"fare": 0}']
+    assert values(run("tail", "rides", "--grep", "fare", "--key", "k0", "--limit", "1")) == ['{"fare": 0}']
     assert run("tail", "rides", "--key", "nobody").stdout == ""
 
 
@@ -318,7 +318,7 @@ def test_events_beyond_one_batch_are_chosen_too(run: Run, platform: EventSQL, mo
     platform.publisher.publish_all([Publication("many", b"%d" % number) for number in range(20)])
     platform.transfer.run_once()
     assert values(run("tail", "many", "--grep", "^1[0-9]$")) == [str(number) for number in range(10, 20)]
-    assert values(run("tail", "many", "--grep", "9$", "--max", "2")) == ["9", "19"]
+    assert values(run("tail", "many", "--grep", "9$", "--limit", "2")) == ["9", "19"]
 
 
 def test_events_as_csv_and_as_values(run: Run, rides: EventSQL) -> None:

@@ -53,7 +53,7 @@ def test_it_shows_an_aggregate(run: Run) -> None:
 def test_it_prints_the_changes_of_all_aggregates_from_a_checkpoint_on(run: Run) -> None:
     found = json_lines(run("store", "tail"))
     assert [each["data"]["n"] for each in found] == [1, 2, 3]
-    assert json_lines(run("store", "tail", "--after", found[0]["checkpoint"], "--max", 1)) == found[1:2]
+    assert json_lines(run("store", "tail", "--after", found[0]["checkpoint"], "--limit", 1)) == found[1:2]
     assert json_lines(run("store", "tail", "--type", "rider")) == found[2:]
     assert json_lines(run("store", "tail", "--kind", "paid")) == found[1:2]
     assert run("store", "tail", "--after", "x").exit_code == 2

@@ -61,7 +61,7 @@ WRONG_USAGE = (
     *((f"tail orders --from {offset}", "") for offset in (-1, "one", "1.5", 2**63, "9" * 5_000, "²")),
     ("tail orders --grep \udcff", "--grep"),
     ("tail orders --grep (", "is not a regular expression"),
-    ("tail orders --max few", "'few' is not a valid whole number"),
+    ("tail orders --limit few", "'few' is not a valid whole number"),
     ("lag --watch --interval soon", "'soon' is not a valid number"),
     *((f"{command} --partition {number}", "out of range")
       for command in ("tail orders", "consume orders fares", "publish orders") for number in (2, -1, 40_000)),

@@ -25,7 +25,7 @@ def _run(dsn: str, *arguments: str) -> Result:
 
 
 READING = (
-    ("lag",), ("lag", "orders"), ("tail", "orders", "--from", "earliest", "--max", "2"), ("topic", "list"),
+    ("lag",), ("lag", "orders"), ("tail", "orders", "--from", "earliest", "--limit", "2"), ("topic", "list"),
     ("topic", "describe", "orders"), ("consumer", "list"), ("consumer", "describe", "orders", "mailer"),
     ("topic", "stats"), ("topic", "stats", "orders"), ("top", "--count", "1"),
     ("top", "orders", "--count", "1", "--json"),
@@ -120,10 +120,10 @@ COMMANDS: dict[str, list[tuple[str, ...]]] = {
     "publisher_orders": [("publish", "orders")],
     "transfer": [("transfer", "--once")],
     "consumer": [
-        ("consume", "orders", "mailer", "--max", "1"),
+        ("consume", "orders", "mailer", "--limit", "1"),
         ("seek", "orders", "mailer", "--to-latest", "--execute"),
     ],
-    "consumer_orders": [("consume", "orders", "mailer", "--max", "1")],
+    "consumer_orders": [("consume", "orders", "mailer", "--limit", "1")],
     "admin": [
         ("migrate",),
         ("topic", "create", "other"),

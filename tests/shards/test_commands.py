@@ -146,7 +146,7 @@ def test_lag_shows_the_subscriptions_and_queues_of_all_shards(orders: Run, dsns:
 
 
 def test_consume_prints_what_all_shards_have_left(orders: Run) -> None:
-    first = json_lines(orders("consume", "orders", "mailer", "--max", 5))
+    first = json_lines(orders("consume", "orders", "mailer", "--limit", 5))
     assert len(first) == 5
     rest = json_lines(orders("consume", "orders", "mailer"))
     assert sorted(str(each["key"]) for each in (*first, *rest)) == sorted(KEYS)
