@@ -119,8 +119,9 @@ _PROGRESS: Final[Columns] = {
 }  # fmt: skip
 
 _FAILURES: Final[Columns] = {
-    "leased by": "lease_owner", "leased until": "lease_expires_at", "failing event": "failed_event_id",
-    **same("failure"),
+    "leased by": lambda state: state.lease_owner if state.leased else None,
+    "leased until": lambda state: state.lease_expires_at if state.leased else None,
+    "failing event": "failed_event_id", **same("failure"),
 }  # fmt: skip
 
 _JSON: Final[Columns] = {

@@ -361,6 +361,9 @@ def test_a_claim_shows_as_a_lease(run: Run, platform: EventSQL, topic: str) -> N
     assert (described["state"], described["lease_owner"]) == ("leased", "run 7")
     shown = run("consumer", "describe", topic, "mailer").stdout
     assert cell(datetime.fromisoformat(described["lease_expires_at"])) in shown
+    with platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.consumer SET eql_lease_expires_at = now() - interval '1 second'")
+    assert "run 7" not in run("consumer", "describe", topic, "mailer").stdout, "its owner has it no more"
 
 
 def test_a_command_that_a_message_advises_takes_any_name(run: Run, platform: EventSQL, topic: str) -> None:
