@@ -41,10 +41,10 @@ from eventsql_orchestration.orchestration.local_processes import lock_file, try_
 class Stream(OnTopic, BesideRawCopy):
     """Publish and consume at once: events per second until the last offset is committed, and in each quarter.
 
-    With --rate it reproduces the table of EventSQL's own benchmark: events published and consumed per second when N
+    With --rate, it reproduces the table of EventSQL's own benchmark: events published and consumed per second when N
     are offered for a minute. The consumer there slept 1 to 100 ms on each batch: --handler-delay 100.
 
-    With --shards it starts servers on this machine. It measures with one server, with two and so on, each beside the
+    With --shards, it starts servers on this machine. It measures with one server, with two and so on, each beside the
     raw COPY rate of the same number of servers, or at the same --rate. The servers share the machine's processors, disk
     and memory: the figures show the cost of shards in rate and processor time, and not the gain of further machines.
     """

@@ -127,8 +127,9 @@ def run(
 ) -> None:
     """Replay a range of TOPIC through CONSUMER: a plan and, with --execute, runs of Dagster or Airflow.
 
-    Effects through the consumer's connection happen once for each window, even after kills and double starts. The
-    consumer's own offset stays. After Ctrl-C, --resume ID --execute runs the rest.
+    Without --window or --window-events, the range is one window. Effects through the consumer's connection happen once
+    for each window, even after kills and double starts. The consumer's own offset stays. After Ctrl-C, --resume ID
+    --execute runs the rest.
 
     It runs in the Dagster of --dagster-url, with the definitions of -f or -m, in the `eventsql dev` of this directory,
     or with the `dg` project or the definitions.py of this directory, whichever comes first. With --orchestrator

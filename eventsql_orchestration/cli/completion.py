@@ -23,8 +23,9 @@ def completion(
 ) -> None:
     """Print the script that makes Tab complete commands, options, topics and consumers.
 
-    Without SHELL, it is the script of the shell in $SHELL. For bash, add this line to ~/.bashrc, for zsh to ~/.zshrc:
-    eval "$(eventsql completion)". For fish: eventsql completion fish > ~/.config/fish/completions/eventsql.fish.
+    Without an argument, it is the script of the shell in $SHELL. For bash, add this line to ~/.bashrc, for zsh to
+    ~/.zshrc: eval "$(eventsql completion)". For fish: eventsql completion fish >
+    ~/.config/fish/completions/eventsql.fish.
     """
     name = shell or Path(os.environ.get("SHELL", "")).name
     if name not in _SHELLS:

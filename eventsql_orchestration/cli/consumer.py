@@ -46,9 +46,9 @@ def create(
         Place | None, option(f"Where a new consumer begins: {PLACES}  [default: earliest].", "--start", "--from")
     ],
     keys: Annotated[
-        tuple[str, ...], option("Only events with this key; repeat it for several keys.", "--key", metavar="K")
+        tuple[str, ...], option("Only events with this key; repeat it for several keys.", "--key", metavar="KEY")
     ],
-    key_prefix: Annotated[str | None, option("Only events whose key begins with P.", metavar="P")],
+    key_prefix: Annotated[str | None, option("Only events whose key begins with PREFIX.", metavar="PREFIX")],
     metadata: Annotated[
         tuple[tuple[str, str], ...], option("Only events with this metadata; repeat it: all must match.")
     ],

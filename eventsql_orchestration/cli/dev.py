@@ -41,9 +41,9 @@ def dev(
 ) -> None:  # fmt: skip
     """Run a code location here, with a database, Dagster's webserver and daemon.
 
-    The code location is -f or -m; else the `dg` project of this directory, else its definitions.py. At the start, the
-    jobs register its topics and consumers (`build_definitions` makes the job). If it has no transfer, this command
-    moves events.
+    The code location is -f or -m; else the `dg` project of this directory, else its definitions.py. Its job that
+    registers topics and consumers, which `build_definitions` makes, runs at the start. If the code location has no
+    transfer, this command moves events.
 
     Without a database URL, it uses the embedded PostgreSQL of this directory, starts it again if it dies, and stops it
     when this command ends; its data stays. Dagster's own tables are in schema dagster_dev of the database. Give each

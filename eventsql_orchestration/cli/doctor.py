@@ -76,7 +76,11 @@ def doctor(
     stalled_after: Annotated[
         float,
         option(
-            "How long an event may wait for its transfer.", type=Seconds(0, 86_400), default=10.0, metavar="SECONDS"
+            "How long an event may wait for its transfer, a message for its receiver, and a change of the event store "
+            "for an open transaction.",
+            type=Seconds(0, 86_400),
+            default=10.0,
+            metavar="SECONDS",
         ),
     ],
     as_json: AsJson,

@@ -71,7 +71,9 @@ def lag(
     interval: Annotated[
         float, option("How often --watch refreshes.", type=Seconds(0.1, 86_400), default=2.0, metavar="SECONDS")
     ],
-    form: Annotated[str | None, option("How it is printed.", "--format", type=click.Choice(_FORMATS))],
+    form: Annotated[
+        str | None, option("How it is printed  [default: table].", "--format", type=click.Choice(_FORMATS))
+    ],
     as_json: AsJson,
 ) -> None:
     """Show how far the consumers of TOPIC, or of all topics, are behind.

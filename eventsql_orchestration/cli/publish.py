@@ -49,7 +49,7 @@ _TYPE: Final = (
 )
 
 _COMMITS: Final = (
-    f"Commit every N events. Without it a stream (standard input, or --rate) commits every {_BATCH:,}, and a file is "
+    f"Commit every N events. Without it, a stream (standard input, or --rate) commits every {_BATCH:,}, and a file is "
     "one commit."
 )
 

@@ -208,7 +208,7 @@ def receive(
     *,
     name: QueueName,
     limit: Limit,
-    wait: Annotated[timedelta | None, option("Wait this long for the first message.")],
+    wait: Annotated[timedelta | None, option("Wait this long for the first message; without it, not at all.")],
     acknowledge: Annotated[bool, option("Acknowledge the messages after they are printed.")],
     as_json: AsJson,
 ) -> None:
@@ -316,10 +316,11 @@ def delete(
     context: CliContext, name: QueueName, execute: Annotated[bool, executing("Delete it")],
     force: Annotated[bool, option("Delete it even with messages, dead letters or an archive.")],
 ) -> None:  # fmt: skip
-    """Delete QUEUE: a plan and, with --execute, the deletion. If it has messages or an archive, this needs --force.
+    """Delete QUEUE: a plan and, with --execute, the deletion.
 
-    Its dead letters stay in their own queue, and cannot be redriven any more. A queue that takes the dead letters of
-    another queue is kept. Programs that use the queue get an error until they are restarted.
+    If it has messages, dead letters or an archive, this needs --force. Its dead letters stay in their own queue, and
+    cannot be redriven any more. A queue that takes the dead letters of another queue is kept. Programs that use the
+    queue get an error until they are restarted.
     """
     with context.platform() as platform:
         target = _existing(platform, name)

@@ -26,7 +26,7 @@ def server() -> None:
 
 @command(server)
 def status(context: CliContext, as_json: AsJson) -> None:
-    """Show whether it runs, its directory, process and port, and PostgreSQL's version. Starts nothing."""
+    """Show whether the server runs, its directory, process and port, and PostgreSQL's version. Starts nothing."""
     embedded = embedded_server(context.settings)
     running = embedded.status()
     shown: dict[str, object] = {"directory": str(embedded.directory), "running": running is not None}
@@ -43,7 +43,7 @@ def status(context: CliContext, as_json: AsJson) -> None:
 
 @command(server)
 def start(context: CliContext) -> None:
-    """Start it if it does not run. A command that needs it starts it, too."""
+    """Start the server if it does not run. A command that needs the server starts it, too."""
     embedded = embedded_server(context.settings)
     if embedded.status() is None:
         _start(embedded)
@@ -53,7 +53,7 @@ def start(context: CliContext) -> None:
 
 @command(server)
 def url(context: CliContext) -> None:
-    """Start it if it does not run, and print its URL, password included.
+    """Start the server if it does not run, and print its URL, password included.
 
     For a program that takes the URL from its environment: EVENTSQL_DSN=$(eventsql server url).
     """
@@ -64,7 +64,10 @@ def url(context: CliContext) -> None:
 
 @command(server)
 def stop(context: CliContext) -> None:
-    """Stop it. Sessions end and uncommitted work is rolled back. The next command that needs it starts it again."""
+    """Stop the server. Sessions end, and uncommitted work is rolled back.
+
+    The next command that needs the server starts it again.
+    """
     embedded = embedded_server(context.settings)
     done = "has stopped; its data stays" if embedded.stop() else "does not run"
     say(f"the embedded server of {embedded.directory} {done}")

@@ -79,7 +79,8 @@ def create(
     topic: TopicName,
     *,
     partitions: Annotated[
-        int, option("1 to 32767; without it the topic is not partitioned.", default=NOT_PARTITIONED, show_default=False)
+        int,
+        option("1 to 32767; without it, the topic is not partitioned.", default=NOT_PARTITIONED, show_default=False),
     ],
     storage: Annotated[
         Storage | None,
@@ -253,7 +254,10 @@ def delete(
     context: CliContext, topic: TopicName, execute: Annotated[bool, executing("Delete it")],
     force: Annotated[bool, option("Delete it even with events, consumers or captured tables.")],
 ) -> None:  # fmt: skip
-    """Delete TOPIC: a plan and, with --execute, the deletion. If it has events or consumers, this needs --force."""
+    """Delete TOPIC: a plan and, with --execute, the deletion.
+
+    If it has events, consumers or captured tables, this needs --force.
+    """
     with context.whole() as platform:
         if execute:
             platform.registry.unregister_topic(topic, force=force)

@@ -212,7 +212,7 @@ def rollup(
 
     Numbers of distinct texts are estimates above 2,048, and quantiles above some 200 numbers.
 
-    --plot draws them instead, with a line for each combination of dimensions; it needs the extra [plots].
+    --plot draws the buckets instead, with a line for each combination of dimensions; it needs the extra [plots].
     """
     if plot is not None:
         leave_out("is not for --plot", "as_json", "quantile")
