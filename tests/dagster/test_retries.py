@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import dagster as dg
 import pytest
 
-from eventsql_orchestration import Topic
+from eventsql_orchestration import Event, Topic
 from eventsql_orchestration.consuming.claims import Claim, Claims
-from eventsql_orchestration.dagster import AssetOptions, ConsumerDefinition, EventSQLResource, consumer_asset
+from eventsql_orchestration.dagster import (
+    AssetOptions,
+    ConsumerDefinition,
+    EventSQLIOManager,
+    EventSQLResource,
+    consumer_asset,
+    topic_key,
+)
 from eventsql_orchestration.dagster.local.instance import instance_config
+from eventsql_orchestration.dagster.metadata_keys import PUBLISHED_FIRST, PUBLISHED_LAST
 from eventsql_orchestration.errors import DatabaseUnavailableError
 from tests.dagster.conftest import Workbench, registering
 from tests.dagster.location import AT_ONCE, cut_off, record
@@ -72,6 +81,36 @@ def test_a_range_is_tried_again_where_the_database_was_away(bench: Workbench) ->
     assert result.success
     assert restarts(result) == 1
     assert sums(bench) == [b"3"]
+
+
+def test_a_step_reads_what_each_attempt_of_the_step_before_it_has_published(bench: Workbench) -> None:
+    """The database is away in the second range of the first attempt, whose claim the second attempt leaves alone."""
+    ranges = itertools.count()
+    loaded: list[list[bytes]] = []
+
+    def unlucky(context: dg.AssetExecutionContext, claim: Claim, eventsql: EventSQLResource) -> dict[str, Any]:
+        if next(ranges) == 1:
+            raise DatabaseUnavailableError
+        told = total(context, claim, eventsql)
+        eventsql.platform.transfer.run_once()
+        last = eventsql.platform.reader.end("sums")
+        return {**told, PUBLISHED_FIRST: last, PUBLISHED_LAST: last}
+
+    reads = dg.AssetIn(topic_key("sums"), input_manager_key="events", metadata={"reads": "materialization"})
+
+    @dg.asset(ins={"events": reads})
+    def reading(events: list[Event]) -> None:
+        loaded.append([event.value for event in events])
+
+    retried = AssetOptions(retry_policy=RETRIES)
+    definition = define_range(unlucky, options=retried, max_events=2, drain_seconds=3_600.0, drain_idle=0.0)
+    bench.publish("rides", 4)
+    result = dg.materialize(
+        [definition.asset, reading], instance=bench.instance,
+        resources={"eventsql": bench.eventsql, "events": EventSQLIOManager(eventsql=bench.eventsql)},
+    )  # fmt: skip
+    assert restarts(result) == 1
+    assert loaded == [[b"2"]]
 
 
 @pytest.mark.parametrize("policy", [RETRIES, None])

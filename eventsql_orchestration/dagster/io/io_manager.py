@@ -323,10 +323,11 @@ def _plain(value: Any) -> Any:
     return value.value if isinstance(value, dg.MetadataValue) else value
 
 
-def _materialized_upstream(context: dg.InputContext) -> dict[str | None, dg.AssetMaterialization]:
+def _materialized_upstream(context: dg.InputContext) -> dict[str | None, list[dg.AssetMaterialization]]:
     """The materializations of an input's asset by the run of its step, by partition; empty if no step gives the input.
 
-    Another run may have materialized the asset since then. Its events are for its own steps.
+    Another run may have materialized the asset since then. Its events are for its own steps. If the step was retried,
+    each attempt may have published a part of the events.
     """
     try:
         run_id = None if context.upstream_output is None else context.upstream_output.run_id
@@ -337,28 +338,44 @@ def _materialized_upstream(context: dg.InputContext) -> dict[str | None, dg.Asse
         return {}
     records = context.instance.get_records_for_run(run_id, of_type=dg.DagsterEventType.ASSET_MATERIALIZATION).records
     made = [made for record in records if (made := record.event_log_entry.asset_materialization) is not None]
-    return {each.partition: each for each in made if each.asset_key == context.asset_key}
+    found: dict[str | None, list[dg.AssetMaterialization]] = {}
+    for each in made:
+        if each.asset_key == context.asset_key:
+            found.setdefault(each.partition, []).append(each)
+    return found
 
 
 def _materialized(
-    context: dg.InputContext, topic: str, partition: str | None, own: Mapping[str | None, dg.AssetMaterialization]
+    context: dg.InputContext,
+    topic: str,
+    partition: str | None,
+    own: Mapping[str | None, Sequence[dg.AssetMaterialization]],
 ) -> list[Selection]:
     """The events of a materialization of an asset, or of one of its partitions; empty if it published none.
 
-    It is the materialization in `own`, otherwise the last one.
+    It is the materialization in `own`, or each of them, and otherwise the last one.
     """
     what = context.asset_key.to_user_string() + ("" if partition is None else f" [{partition}]")
-    materialization = own.get(partition)
-    if materialization is None:
+    found = own.get(partition, ())
+    if not found:
         records = context.instance.fetch_materializations(
             dg.AssetRecordsFilter(
                 asset_key=context.asset_key, asset_partitions=None if partition is None else [partition]
             ),
             limit=1,
         ).records
-        materialization = records[0].asset_materialization if records else None
-    if materialization is None:
+        found = [made for each in records if (made := each.asset_materialization) is not None]
+    if not found:
         raise ValidationError(f"{what} has not been materialized: there is nothing to load")
+    # An attempt that published nothing names no topic.
+    published = [each for each in found if keys.PUBLISHED_TOPIC in each.metadata] or found[-1:]
+    return [selection for each in published for selection in _published(each, what, topic, partition)]
+
+
+def _published(
+    materialization: dg.AssetMaterialization, what: str, topic: str, partition: str | None
+) -> list[Selection]:
+    """The events that a materialization names; empty if it published none."""
     metadata: dict[str, Any] = {name: value.value for name, value in materialization.metadata.items()}
     if metadata.get(keys.PUBLISHED_TOPIC) != topic:
         raise ValidationError(
