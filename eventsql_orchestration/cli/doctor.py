@@ -150,7 +150,8 @@ def _remedy(error: EventSQLError, context: CliContext) -> str | None:
     if isinstance(error, DatabaseUnavailableError | ConfigurationError) and context.settings.dsn is not None:
         if REFUSED in error.message:
             return f"correct {context.source('dsn')} or the role, or wait if the server is starting: its log says why"
-        return f"start the server, or correct {context.source('dsn')}"
+        first = "do what the finding says" if isinstance(error, ConfigurationError) else "start the server"
+        return f"{first}, or correct {context.source('dsn')}"
     return None
 
 

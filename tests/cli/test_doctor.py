@@ -602,6 +602,18 @@ def test_a_database_that_is_down_is_a_problem(invoke: Run, closed_port: int) -> 
     assert "hunter2" not in result.output
 
 
+def test_a_server_whose_database_cannot_hold_every_text_is_not_one_to_start(invoke: Run, platform: EventSQL) -> None:
+    name = f"encoded_{uuid.uuid4().hex}"
+    with platform.database.connection() as connection:
+        connection.autocommit = True
+        connection.execute(f"CREATE DATABASE {name} ENCODING LATIN1 LOCALE 'C' TEMPLATE template0".encode())
+        url = make_url(platform.database.url).set(database=name).render_as_string(hide_password=False)
+        result = invoke("--dsn", url, "doctor", "--json")
+        connection.execute(f"DROP DATABASE {name}".encode())
+    (found,) = (each for each in json.loads(result.stdout)["findings"] if each["check"] == "database")
+    assert (result.exit_code, found["remedy"]) == (1, "do what the finding says, or correct --dsn")
+
+
 @pytest.mark.parametrize(
     ("options", "remedy"),
     [
