@@ -30,6 +30,11 @@ _PASSWORDS: Final = frozenset(
     {"password", "sslpassword", "oauth_client_secret", "scram_client_key", "scram_server_key"}
 )
 
+_FILES: Final = frozenset({"passfile", "sslcert", "sslcrl", "sslcrldir", "sslkey", "sslrootcert"})
+"""Options that name a file or a directory. A path stays, because an error of TLS says nothing without it."""
+
+_PATH: Final = re.compile(r"/[\w./\-@ ]*")
+
 _PLAIN: Final = re.compile(r"[\w.,/\-@ ]*")
 """Names of users, databases and hosts. A name with a colon or an equals sign may hold a password by mistake."""
 
@@ -55,8 +60,8 @@ class UrlSecrets:
     """The secrets of one database URL.
 
     `passwords` are hidden everywhere. The error of a failed connection may repeat more: `words` of the option `options`
-    as they are, and `values` of all options, or parts of them, in quotes. `names` are hosts, users and databases, and
-    stay.
+    as they are, and `values` of all options, or parts of them, in quotes. `names` are hosts, users, databases and
+    files, and stay.
     """
 
     passwords: tuple[str, ...]
@@ -107,6 +112,8 @@ def secrets_of(url: str) -> UrlSecrets:
         shown_as = _ADDRESS.fullmatch if option == "hostaddr" else is_plain_host
         if option in _PLACES and shown_as(value):
             names |= {value, *value.split(",")}
+        elif option in _FILES and _PATH.fullmatch(value):
+            names.add(value)
         elif option in _PASSWORDS or option in _PLACES:
             passwords.append(value)
         elif option == "options":

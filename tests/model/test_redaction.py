@@ -42,7 +42,11 @@ def test_a_host_is_shown_if_it_is_a_name_or_an_address(name: str, plain: bool) -
         ("postgresql://u@/x?host=one,two&hostaddr=::1", '"one" "two" "::1"', '"one" "two" "::1"'),
         ("postgresql://u@/x?host=u:secret@h", "u:secret@h", "***"),
         ("postgresql://u@db/x?hostaddr=secret", "secret", "***"),
-        ("postgresql://u@db/x?sslrootcert=/etc/db/ca.pem", '"etc" "db"', '"***" "db"'),
+        ("postgresql://u@db/x?service=/etc/db/ca.pem", '"etc" "db"', '"***" "db"'),
+        # So do paths: a word in the place of a path may be the end of a password.
+        ("postgresql://u@db/x?sslrootcert=/ca.pem&sslkey=%2Fkey", '"/ca.pem" "/key"', '"/ca.pem" "/key"'),
+        ("postgresql://u@db/x?sslrootcert=secret", 'file "secret"', 'file "***"'),
+        ("postgresql://u@db/x?sslkey=/pkcs11:pin%3Dsecret", 'file "/pkcs11:pin=secret"', 'file "***"'),
         ("postgresql://u@[::1]:6432/x?direct=[::1]:5432", '"::1"', '"::1"'),
         ("postgresql://u@db/x?options=-ca.b%3Dsecret", "-ca.b is not secret", "*** is not ***"),
         # libpq repeats other values in quotes, whole or in part.
