@@ -51,7 +51,7 @@ def test_a_person_sees_the_assets_a_run_and_where_its_events_come_from(
 
     browser.get(details(served, "simulation", "publish"))
     follow(browser, "EventSQL trace")
-    see(browser, lambda page: "asset publish" in text(page), "the trace of the published event")
+    see(browser, lambda page: "task publish" in text(page), "the trace of the published event")
 
     browser.get(details(served, "billing", "bill"))
     see(browser, lambda page: "Extra Links" in text(page), "the run of the claim")

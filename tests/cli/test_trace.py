@@ -416,3 +416,4 @@ def test_an_event_that_a_run_of_airflow_published_is_traced_to_what_it_read(run:
     assert (read["topic"], read["consumer"], read["claim"], read["upto"]) == ("rides", "sums", claim.id, 7)
     (origin,) = read["origins"]
     assert (origin["events"], origin["run_id"]) == (7, None)
+    assert "run airflow dag/manual__1, task sum_up [4]" in run("trace", "sums", platform.reader.end("sums")).stdout

@@ -90,7 +90,8 @@ def _run(origin: TracedEvents, urls: Mapping[str, str]) -> Text:
     run, link = origin.run, link_to(origin.run_id, urls)
     style = "bold" if link is None else f"bold link {link}"
     line = Text.assemble("run ", (_plain(origin.run_id or ""), style))
-    line.append("" if origin.asset is None else f", asset {_plain(origin.asset)}")
+    kind = "task" if orchestrator_of(origin.run_id or "") == AIRFLOW else "asset"
+    line.append("" if origin.asset is None else f", {kind} {_plain(origin.asset)}")
     line.append("" if origin.partition is None else f" [{_plain(origin.partition)}]")
     if run is not None:
         line.append(f", {run.status}", style="green" if run.status == "SUCCESS" else "yellow")
