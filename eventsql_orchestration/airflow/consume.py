@@ -18,7 +18,7 @@ from eventsql_orchestration.airflow.hook import EventSQLHook
 from eventsql_orchestration.airflow.links import TraceLink
 from eventsql_orchestration.airflow.provenance import TaskOrigin
 from eventsql_orchestration.airflow.task_claims import TaskClaims
-from eventsql_orchestration.consuming.handlers import check_runs
+from eventsql_orchestration.consuming.handlers import check_handler
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.orchestration.backfills.replay import WindowReplay
 from eventsql_orchestration.orchestration.backfills.windows import read_key
@@ -84,9 +84,9 @@ class EventSQLConsumeOperator(BaseOperator):
             # Airflow's graph shows the topic before the task.
             kwargs["inlets"] = [*listed(kwargs.get("inlets")), topic_asset(topic, eventsql_conn_id)]
         super().__init__(**kwargs)
-        check_runs(python_callable)
         if gets not in get_args(Gets):
             raise ValidationError(f"gets is one of {', '.join(map(repr, get_args(Gets)))}, not {gets!r}")
+        _check_function(python_callable, gets)
         self.topic = topic
         self.consumer = consumer
         self.python_callable = python_callable
@@ -248,6 +248,13 @@ def published_to(outlet: Asset, summaries: Sequence[Mapping[str, Any]]) -> dict[
     if not merged["ranges"] or any(each["events"] and not each.get("ranges") for each in mine):
         del merged["ranges"]
     return merged
+
+
+def _check_function(function: Callable[..., Any], gets: Gets) -> None:
+    """Raise `ValidationError` unless a task can call the function: otherwise every event would fail by itself."""
+    arguments = ("claim",) if gets == "claim" else ("events", "connection")
+    named = _wanted(function, context=None, eventsql=None) if callable(function) else ()
+    check_handler(function, *arguments, named=named)
 
 
 def _wanted(function: Callable[..., Any], **offered: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import sys
 import threading
 import traceback
 from asyncio import CancelledError
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, TypeAlias, TypeVar
 
 import psycopg
@@ -62,12 +62,15 @@ def is_asynchronous(function: object) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
 
 
-def check_handler(handler: object, *arguments: str) -> None:
-    """Raise `ValidationError` unless `handler` takes these positional arguments and runs when it is called.
+def check_handler(handler: object, *arguments: str, named: Iterable[str] = ()) -> None:
+    """Raise `ValidationError` unless `handler` takes these arguments and runs when it is called.
+
+    It gets `arguments` by position, and then `named` by name.
 
     A call of a coroutine function or a generator function runs nothing, and its events would count as consumed.
     """
-    given = ", ".join(arguments)
+    by_name = {name: name for name in named}
+    given = ", ".join([*arguments, *(f"{name}=…" for name in by_name)])
     if not callable(handler):
         raise ValidationError(f"a handler is a function of ({given}), not {handler!r}")
     check_runs(handler)
@@ -78,7 +81,7 @@ def check_handler(handler: object, *arguments: str) -> None:
         # Some functions written in C have no signature.
         return
     try:
-        signature.bind(*arguments)
+        signature.bind(*arguments, **by_name)
     except TypeError as error:
         raise ValidationError(f"handler {_name(handler)}{signature} cannot be called with ({given}): {error}") from None
 

@@ -508,9 +508,18 @@ def generating(events: Sequence[Event], connection: Connection) -> Any:
     yield
 
 
+def without_connection(events: Sequence[Event], context: Any) -> None: ...
+
+
+def over_events(events: Sequence[Event], connection: Connection) -> None: ...
+
+
 @pytest.mark.parametrize(
-    "wrong", [{"gets": "rows"}, {"batch": 0}, {"function": asynchronous}, {"function": generating}]
-)
+    "wrong",
+    [{"gets": "rows"}, {"batch": 0}, {"function": asynchronous}, {"function": generating}, {"function": "bill"},
+     # Otherwise every event would fail, and become a dead letter.
+     {"function": without_connection}, {"function": over_events, "gets": "claim"}],
+)  # fmt: skip
 def test_wrong_arguments_are_refused_when_the_dag_is_made(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         operator(**wrong)

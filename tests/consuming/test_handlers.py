@@ -91,6 +91,12 @@ def test_a_handler_that_would_never_run_is_refused(handler: Any, named: str) -> 
     assert named in str(refused.value)
 
 
+def test_a_handler_that_takes_a_named_argument_in_the_place_of_another_is_refused() -> None:
+    check_handler(lambda _events, _connection, context: context, "events", "connection", named=["context"])
+    with pytest.raises(ValidationError, match="with \\(events, connection, context=…\\)"):
+        check_handler(lambda _events, context: context, "events", "connection", named=["context"])
+
+
 @with_one_event
 @pytest.mark.parametrize("start", STARTERS)
 @pytest.mark.parametrize("handler", [None, asynchronous])
