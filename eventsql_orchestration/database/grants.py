@@ -361,11 +361,12 @@ def may_not_migrate(
     detail: str, where: str, *, schema: str, revision: str, role: str | None, prefix: str | None
 ) -> PermissionDeniedError:
     """The error for a role that may not migrate a schema to `revision`; otherwise as `permission_error`."""
-    admin = f"{prefix or DEFAULT_PREFIX}_{ADMIN}"
+    who = "as the owner of its tables"
+    if prefix is not None:
+        who = f'as a member of {prefix}_{ADMIN}, or `GRANT {prefix}_{ADMIN} TO "{role}"`'
     return PermissionDeniedError(
         f"role {role!r} may not migrate schema {schema!r} of {where} to revision {revision} ({detail}): run "
-        f"`eventsql migrate` as a member of {admin}, or `GRANT {admin} TO \"{role}\"`; if there are no tables yet, as "
-        "a role with CREATE on the database",
+        f"`eventsql migrate` {who}; if there are no tables yet, as a role with CREATE on the database",
         role=role, object=schema,
     )  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 
 import psycopg
@@ -13,7 +14,7 @@ from sqlalchemy import make_url
 from eventsql_orchestration import Consumer, EventSQL, Topic
 from eventsql_orchestration.database import Connection, Database, driver_connection, migrations, tables
 from eventsql_orchestration.database.migrations import holding
-from eventsql_orchestration.errors import DatabaseBusyError, DatabaseError
+from eventsql_orchestration.errors import DatabaseBusyError, DatabaseError, PermissionDeniedError
 from tests.conftest import Administrator
 from tests.fixtures import Sessions, Until, UntilBlocked, Worker
 from tests.forms import in_blocks, stored
@@ -325,3 +326,15 @@ def test_threads_of_a_process_migrate_two_databases_one_after_the_other(
         migrating.result()
         after_it.result()
         assert {first.revision(), second.revision()} == {migrations.HEAD}
+
+
+def test_where_there_are_no_roles_a_login_that_may_not_migrate_is_told_of_none(platform: EventSQL) -> None:
+    role = f"guest_{uuid.uuid4().hex}"
+    url = make_url(platform.database.url).set(username=role, password="secret").render_as_string(hide_password=False)
+    with platform.database.connection() as connection:
+        connection.execute(f"CREATE ROLE {role} LOGIN PASSWORD 'secret'".encode())
+    with Database(url) as database, pytest.raises(PermissionDeniedError) as refused:
+        database.migrate()
+    with platform.database.connection() as connection:
+        connection.execute(f"DROP ROLE {role}".encode())
+    assert (refused.value.role, "_admin" in str(refused.value)) == (role, False)
