@@ -15,7 +15,7 @@ from eventsql_orchestration.database.queries import statement
 from eventsql_orchestration.database.roles import Roles
 from eventsql_orchestration.database.rows import fetch_all, fetch_one
 from eventsql_orchestration.database.sessions import connect
-from eventsql_orchestration.database.translation import IF_LOST
+from eventsql_orchestration.database.translation import IF_LOST, IF_OF_JAVA
 from eventsql_orchestration.database.urls import each_server
 from eventsql_orchestration.errors import PermissionDeniedError
 from eventsql_orchestration.validation import age, counted
@@ -108,12 +108,13 @@ def schema_finding(database: Database, *, embedded: bool) -> Finding:
             f"{database.schema} is at revision {revision}, of a newer version of the package than this one ({head})",
             "pip install --upgrade eventsql-orchestration",
         )
-    found = "is missing" if revision is None else f"is at revision {revision}, this package needs {head}"
+    found, remedy = f"is at revision {revision}, this package needs {head}", "eventsql migrate"
+    if revision is None and database.has_tables():
+        found, remedy = "is not migrated yet", f"{remedy}, {IF_OF_JAVA}"
+    elif revision is None:
+        found, remedy = "is missing", f"{remedy}; {IF_LOST}"
     if embedded and revision is None:
         return ok("schema", f"{database.schema} {found}; the first command creates it")
-    remedy = "eventsql migrate"
-    if revision is None:
-        remedy += f"; {IF_LOST}"
     return problem("schema", f"{database.schema} {found}", remedy)
 
 

@@ -30,6 +30,7 @@ from eventsql_orchestration.database.sessions import ISOLATION, connect, leave_r
 from eventsql_orchestration.database.single_statement import RawRow, SingleStatement
 from eventsql_orchestration.database.translation import (
     IF_LOST,
+    IF_OF_JAVA,
     describe,
     driver_error,
     ran_by_us,
@@ -345,11 +346,12 @@ class Database:
         if revision is not None and (revision == migrations.HEAD or not migrations.known(revision)):
             return
         if not self._migrate:
-            found = "missing"
+            found, more = "missing", f", or `eventsql topic create` makes the tables; {IF_LOST}"
             if revision is not None:
-                found = f"at revision {revision}, this package needs {migrations.HEAD}"
-            instead = "" if self.has_tables() else f", or `eventsql topic create` makes the tables; {IF_LOST}"
-            raise SchemaOutdatedError(f"schema {self.schema!r} of {self} is {found}: run `eventsql migrate`{instead}")
+                found, more = f"at revision {revision}, this package needs {migrations.HEAD}", ""
+            elif self.has_tables():
+                found, more = "not migrated yet", f", {IF_OF_JAVA}"
+            raise SchemaOutdatedError(f"schema {self.schema!r} of {self} is {found}: run `eventsql migrate`{more}")
         self.migrate()
         # The migration may have changed the role's rights.
         self.revision()

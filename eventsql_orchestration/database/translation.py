@@ -126,6 +126,9 @@ MORE_CONNECTIONS: Final = "end sessions that nobody needs, raise the limit on co
 IF_LOST: Final = "if it was there before, rename it back or restore a backup instead"
 """What helps if a schema or a table was dropped or renamed. A migration would make an empty schema."""
 
+IF_OF_JAVA: Final = "with --times-in ZONE if EventSQL's Java library made the tables on machines that are not in UTC"
+"""What to decide before the first migration of existing tables. It adopts their times for ever."""
+
 REFUSED: Final = "refused the connection"
 """Words of the error for a server that runs, and that lets this user not in."""
 

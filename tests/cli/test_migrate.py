@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import psycopg
+
 from eventsql_orchestration.database import migrations
 from tests.cli.conftest import Run
 
@@ -16,6 +18,16 @@ def test_the_time_zone_of_old_times_is_chosen_before_they_are_adopted(invoke: Ru
     late = invoke("--dsn", fresh, "migrate", "--times-in", "Asia/Tokyo")
     assert late.exit_code == 1
     assert "comes too late" in late.stderr
+
+
+def test_tables_of_the_java_library_ask_for_their_time_zone_before_they_are_migrated(invoke: Run, fresh: str) -> None:
+    with psycopg.connect(fresh) as connection:
+        connection.execute("CREATE SCHEMA eventsql")
+        connection.execute("CREATE TABLE eventsql.topic (eql_name varchar)")
+    assert "--times-in" in invoke("--dsn", fresh, "lag").stderr
+    findings = json.loads(invoke("--dsn", fresh, "doctor", "--json").stdout)["findings"]
+    (schema,) = [each for each in findings if each["check"] == "schema"]
+    assert (schema["status"], "--times-in" in schema["remedy"]) == ("problem", True)
 
 
 def test_migrate_creates_the_tables_once(invoke: Run, fresh: str) -> None:
