@@ -233,7 +233,8 @@ def _show_subscriptions(shards: Sequence[Shard]) -> None:
     behind: list[tuple[Shard, object]] = []
     for shard in shards:
         try:
-            found = lazy.Store(shard).subscriptions()
+            with shard.database.connection() as connection:
+                found = lazy.SubscriptionLagReader(shard.database).read(connection)
         except PermissionDeniedError:
             # Roles have no rights on the event store unless they were given some.
             continue

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from eventsql_orchestration.queue.lag import queue_lags
     from eventsql_orchestration.settings import SETTINGS_FILE, Settings
     from eventsql_orchestration.store.change import Change, StoreCheckpoint
+    from eventsql_orchestration.store.lag import SubscriptionLagReader
     from eventsql_orchestration.store.store import Store
     from eventsql_orchestration.store.subscription_rows import not_found
     from eventsql_orchestration.topics.catalog import choose_partitions
@@ -43,8 +44,8 @@ if TYPE_CHECKING:
 __all__ = [
     "LOG", "SETTINGS_FILE", "STORE", "AirflowRuns", "BarColumn", "Captures", "Change", "Console", "EmbeddedPostgres",
     "EventSQL", "FiguresReader", "Group", "Live", "Progress", "Queries", "ServedDagRuns", "Settings", "SpinnerColumn",
-    "Store", "StoreCheckpoint", "Table", "Text", "TimeElapsedColumn", "TimeRemainingColumn", "Views",
-    "choose_partitions", "connect", "dagster_launcher", "dagster_runs", "default_storage", "drop_command",
+    "Store", "StoreCheckpoint", "SubscriptionLagReader", "Table", "Text", "TimeElapsedColumn", "TimeRemainingColumn",
+    "Views", "choose_partitions", "connect", "dagster_launcher", "dagster_runs", "default_storage", "drop_command",
     "local_dagster", "message_of", "not_found", "offset_of", "queue_lags", "running_airflow",
 ]  # fmt: skip
 
@@ -74,6 +75,7 @@ __getattr__ = on_first_use(
         f"{_PACKAGE}.queue.lag": ("queue_lags",),
         f"{_PACKAGE}.settings": ("SETTINGS_FILE", "Settings"),
         f"{_PACKAGE}.store.change": ("Change", "StoreCheckpoint"),
+        f"{_PACKAGE}.store.lag": ("SubscriptionLagReader",),
         f"{_PACKAGE}.store.store": ("Store",),
         f"{_PACKAGE}.store.subscription_rows": ("not_found",),
         f"{_PACKAGE}.topics.catalog": ("choose_partitions",),

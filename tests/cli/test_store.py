@@ -164,11 +164,12 @@ def test_doctor_names_a_subscription_that_nobody_runs_after_ten_minutes(run: Run
     assert "mailer has handled nothing for ten minutes, and 2 changes wait" in idle["message"]
 
 
-def test_doctor_tells_nothing_of_a_restored_store_that_nobody_uses(run: Run, platform: EventSQL) -> None:
+def test_doctor_and_lag_tell_nothing_of_a_restored_store_that_nobody_uses(run: Run, platform: EventSQL) -> None:
     restored(platform.database)
     with platform.database.connection() as connection:
         connection.execute("TRUNCATE eventsql.aggregate CASCADE")
     assert "store" not in {each["check"] for each in json.loads(run("doctor", "--json").stdout)["findings"]}
+    assert "adopt" not in run("lag").output
 
 
 def test_doctor_tells_of_a_restored_store_and_of_an_overdue_retention(run: Run, platform: EventSQL) -> None:
