@@ -112,10 +112,13 @@ class ValueDecoder:
 
 
 def check_type(kind: pa.DataType, name: str = "value") -> None:
-    """Raise `ValidationError` for a field whose type JSON cannot be decoded to."""
+    """Raise `ValidationError` for a field whose type JSON cannot be decoded to, or that occurs twice."""
     if pa.types.is_struct(kind):
         for field in kind:
-            check_type(field.type, f"{name}.{field.name}")
+            path = f"{name}.{field.name}"
+            if kind.get_field_index(field.name) < 0:
+                raise ValidationError(f"schema: {path!r} occurs twice: keep one of them")
+            check_type(field.type, path)
     elif pa.types.is_list(kind):
         check_type(kind.value_type, f"{name}[]")
     elif pa.types.is_map(kind):

@@ -271,6 +271,8 @@ def test_a_stream_decodes_values_too(spark: SparkSession, dsn: str, documents: s
         (" ", ValidationError, "option valueSchema is empty"),
         ("data BINARY", ValidationError, "'value.data' cannot be decoded from JSON"),
         ("counts MAP<INT, INT>", ValidationError, "the keys of 'value.counts' must be strings"),
+        ("id BIGINT, id STRING", ValidationError, "'value.id' occurs twice"),
+        ("rider STRUCT<name: STRING, name: STRING>", ValidationError, "'value.rider.name' occurs twice"),
     ],
 )
 def test_a_value_schema_that_cannot_be_used_is_named(
