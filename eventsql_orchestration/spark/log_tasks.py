@@ -37,9 +37,10 @@ logger = logging.getLogger(__name__)
 
 _UNDEFINED_TABLE: Final = "42P01"
 
-_TIMES: Final = struct.pack("=3q", -62_135_596_800_000_000, 253_402_300_799_999_999, -(2**63) + 946_684_800_000_000 - 1)
-"""In µs since 1970: the first and the last time of Python, and PostgreSQL's `infinity` as ADBC gives it, which is
-2^63 - 1 µs since 2000 and overflows."""
+_TIMES: Final = struct.pack("=3q", -62_135_424_000_000_000, 253_402_214_399_999_999, -(2**63) + 946_684_800_000_000 - 1)
+"""In µs since 1970: the begin of 0001-01-03, the end of 9999-12-30, and PostgreSQL's `infinity` as ADBC gives it, which
+is 2^63 - 1 µs since 2000 and overflows. Between the first two, `datetime.fromtimestamp`, which PySpark calls, has each
+time in every time zone: it looks at the time of the day before, too."""
 
 _TEXT_MAP: Final = pa.map_(pa.string(), pa.string())
 
@@ -219,7 +220,7 @@ def _events(
 
 
 def _known_times(times: pa.Array) -> pa.Array:
-    """The times, each as the nearest time that Python has, as in `Event`: other programs may write any time."""
+    """The times, each as the nearest time that Python has in every time zone: other programs may write any time."""
     # Without Python's objects: see `_repeated`.
     first, last, infinity = pa.Int64Array.from_buffers(pa.int64(), 3, [None, pa.py_buffer(_TIMES)])
     numbers = times.cast(pa.int64())
