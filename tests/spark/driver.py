@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import time
+import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
 from pyspark import TaskContext
 from pyspark.sql import SparkSession
 
@@ -71,6 +73,41 @@ def _numbers(spark: SparkSession, events: int, paused: Path, resume: Path) -> An
                 yield (f"{number:0200}",)
 
     return spark.sparkContext.parallelize([0, 1], 2).mapPartitions(numbers)
+
+
+def differing(spark: SparkSession, *, dsn: str, topic: str, events: int, folder: str) -> str:
+    """Write events through a shuffle, with new keys in each attempt. All tasks but the first pause behind the shuffle.
+
+    A paused task makes a file, and waits for the file `resume`.
+    """
+    schema, home = "key string, value string", Path(folder)
+
+    def keyed(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        # Each of the two tasks waits for the other, so that both executors keep a part of the shuffle.
+        (home / f"shuffling-{_part()}").touch()
+        while not all((home / f"shuffling-{part}").exists() for part in range(2)):
+            time.sleep(0.02)
+        for batch in batches:
+            keys = [str(uuid.uuid4()) for _ in range(batch.num_rows)]
+            yield pa.record_batch({"key": pa.array(keys), "value": batch.column(0).cast(pa.string())})
+
+    def pausing(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            if _part() > 0 and not (home / "resume").exists():
+                (home / f"paused-{_part()}").write_text(str(os.getpid()))
+                while not (home / "resume").exists():
+                    time.sleep(0.02)
+            yield batch
+
+    rows = spark.range(0, events, 1, 2).mapInArrow(keyed, schema).repartition(4, "key").mapInArrow(pausing, schema)
+    rows.write.format(FORMAT).options(dsn=dsn, topic=topic).mode("append").save()
+    return "written"
+
+
+def _part() -> int:
+    context = TaskContext.get()
+    assert context is not None
+    return context.partitionId()
 
 
 def _begin(given: dict[str, Any]) -> SparkSession:
