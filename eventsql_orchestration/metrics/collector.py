@@ -135,7 +135,7 @@ class PlatformCollector(Collector):
 
         def read() -> _Counted:
             if shard.name is None and len(self._platform.shards) > 1:
-                # If this fails, the reading fails with the same error.
+                # Gives the shard its name. If this fails, the database still has its figures, or is down.
                 with suppress(EventSQLError):
                     self._platform.opened()
             return counters.counted(reader.read())

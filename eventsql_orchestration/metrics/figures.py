@@ -220,4 +220,4 @@ def _estimated(waiting: Waiting, after: int, end: int) -> int:
     """The number of waiting events. Uncounted events are assumed to be as dense as the counted events."""
     if waiting.total is not None:
         return waiting.total
-    return round(waiting.events * max(1.0, (end - after) / (waiting.furthest - after)))
+    return round(waiting.events * (end - after) / (waiting.furthest - after))

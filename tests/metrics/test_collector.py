@@ -15,7 +15,8 @@ from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.metrics import PlatformCollector
-from eventsql_orchestration.metrics.counts import Highest
+from eventsql_orchestration.metrics.collector import PATIENCE
+from eventsql_orchestration.metrics.counts import Highest, Totals
 from eventsql_orchestration.metrics.figures import FiguresReader
 from eventsql_orchestration.metrics.readings import Readings
 from eventsql_orchestration.queue import NewMessage, Queue
@@ -26,8 +27,9 @@ from eventsql_orchestration.store import Change
 from tests.fixtures import SaidBy, Sessions
 from tests.forms import stored
 from tests.roles.conftest import As, as_, login, owner, prefix, shared_prefix, template
+from tests.shards.conftest import Databases, databases
 
-__all__ = ["as_", "login", "owner", "prefix", "shared_prefix", "template"]
+__all__ = ["as_", "databases", "login", "owner", "prefix", "shared_prefix", "template"]
 
 
 class Scrape:
@@ -94,16 +96,26 @@ def test_a_scrape_follows_events_from_the_buffer_to_the_consumer(
     with orders.database.transaction() as connection:
         for partition in (0, 1, 1):
             orders.publisher.publish(Publication("orders", b"", partition=partition), connection=connection)
+    execute(
+        orders, "UPDATE eventsql.event_buffer SET eql_created_at = now() - interval '1 hour' WHERE eql_partition = 1"
+    )
     before = scrape()
+    assert {each.labels["shard"] for each in before.samples} == {""}
     assert before("eventsql_up") == 1
+    assert before("eventsql_reading_seconds") > 0
+    assert before("eventsql_topic_partitions", topic="orders") == 3
+    assert before("eventsql_topic_oldest_seconds", topic="orders") == 0
     assert before("eventsql_buffer_events", topic="orders") == 3
     assert before("eventsql_events_published_total", topic="orders") == 3
     assert before("eventsql_events_transferred_total", topic="orders") == 0
     assert before("eventsql_consumer_lag_events", consumer="mailer", cause="transfer") == 3
+    assert before("eventsql_consumer_lag_events", consumer="mailer", cause="waiting") == 0
+    assert before("eventsql_consumer_lag_events", consumer="auditor", cause="transfer") == 3
+    assert "unreachable" not in {each.labels.get("cause") for each in before.samples}
     assert before("eventsql_consumer_partitions", consumer="mailer", cause="transfer") == 2
     assert before("eventsql_consumer_partitions", consumer="mailer", cause="none") == 1
-    assert before("eventsql_buffer_seconds", topic="orders") > 0
-    assert before("eventsql_consumer_lag_seconds", consumer="mailer") > 0
+    assert before("eventsql_buffer_seconds", topic="orders") >= 3600
+    assert before("eventsql_consumer_lag_seconds", consumer="auditor") >= 3600
 
     orders.transfer.run_once()
     moved = scrape()
@@ -202,8 +214,8 @@ def test_a_subscription_is_behind_by_the_changes_that_it_has_not_handled(
     platform.store.append("order", "1", [Change("sent", {})], expected_version=2)
     now = scrape()
     assert (of("lag_changes"), of("changes_handled_total"), of("held_back")) == (0, 2, 1)
-    assert 0 < of("lag_seconds") < 600
-    assert 0 < of("held_back_seconds") < 600
+    # The transaction began before the change.
+    assert 0 < of("lag_seconds") < of("held_back_seconds") < 600
 
     held.commit()
     mailer.run_once()
@@ -215,6 +227,26 @@ def test_a_subscription_is_behind_by_the_changes_that_it_has_not_handled(
     now = scrape()
     assert now("eventsql_up") == 1
     assert not [each for each in now.samples if "subscription" in each.name]
+
+
+def test_failed_attempts_at_a_change_are_counted(platform: EventSQL, scrape: Callable[[], Scrape]) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("no")
+
+    mailer = platform.store.subscribe("mailer", refuse, background=False)
+    platform.store.append("order", "1", [Change("placed", {})], expected_version=0)
+    while mailer.run_once().more:
+        pass
+    now = scrape()
+    assert now("eventsql_subscription_attempts", subscription="mailer") == 1
+    assert now("eventsql_subscription_dead_letters", subscription="mailer") == 0
+
+
+def test_a_topic_has_the_limits_that_its_retention_has(platform: EventSQL, scrape: Callable[[], Scrape]) -> None:
+    platform.registry.register_topic(Topic("orders", retention=Retention(seconds=3600)))
+    platform.registry.register_topic(Topic("payments", retention=Retention(bytes=10**9)))
+    limits = {(each.name, each.labels["topic"]) for each in scrape().samples if "retention" in each.name}
+    assert limits == {("eventsql_retention_seconds", "orders"), ("eventsql_retention_bytes", "payments")}
 
 
 def test_messages_of_queues_are_counted_by_their_state(
@@ -288,6 +320,12 @@ def test_a_count_that_was_too_high_for_a_moment_is_not_taken_back() -> None:
     assert [published.of({"orders": count}) for count in (6, 3, 7)] == [{"orders": count} for count in (6, 6, 7)]
     assert published.of({}) == {}
     assert published.of({"orders": 1}) == {"orders": 1}
+
+
+def test_a_part_that_was_made_anew_adds_what_it_has_counted_since() -> None:
+    consumed = Totals()
+    found = [consumed.of({("mailer", 0): count}) for count in (5, 2, 3)]
+    assert found == [{"mailer": count} for count in (5, 7, 8)]
 
 
 def test_a_scrape_that_is_held_up_counts_nothing_again(
@@ -377,6 +415,36 @@ def test_a_topic_that_is_deleted_while_it_is_read_is_left_out(
     assert [each.topic for each in FiguresReader(orders.database).read().topics] == ["orders"]
 
 
+def test_an_event_that_is_transferred_while_it_is_read_is_counted_once(
+    orders: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(orders, "orders", 1)
+    with orders.database.transaction() as connection:
+        orders.publisher.publish(Publication("orders", b"", partition=0), connection=connection)
+    readable = storage_metrics.LogMetrics.readable
+
+    def transferred_before(*given: Any) -> list[str]:
+        monkeypatch.undo()
+        assert orders.transfer.run_once()
+        return readable(*given)
+
+    monkeypatch.setattr(storage_metrics.LogMetrics, "readable", transferred_before)
+    (topic,) = FiguresReader(orders.database).read().topics
+    assert (topic.published, topic.transferred, topic.buffered) == (2, 1, 1)
+
+
+def test_a_topic_whose_log_may_not_be_read_is_left_out_with_its_consumers_and_claims(
+    orders: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A role with grants of its own may read all consumers, and some logs."""
+    orders.registry.register_topic(Topic("payments")).register_consumer(Consumer("payments", "auditor"))
+    publish(orders, "orders", 1)
+    assert isinstance(orders.claims.claim("orders", "auditor", owner="me"), Claim)
+    monkeypatch.setattr(storage_metrics.LogMetrics, "readable", lambda *_: ["payments"])
+    found = FiguresReader(orders.database).read()
+    assert {each.topic for part in (found.topics, found.partitions, found.claims) for each in part} == {"payments"}
+
+
 def test_many_scrapers_at_once_and_soon_after_cost_one_reading(
     orders: EventSQL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -423,10 +491,41 @@ def test_a_database_that_does_not_answer_is_down_for_the_scrape_and_comes_back(
     assert Scrape(collector)("eventsql_up") == 1
 
 
-def test_a_database_that_cannot_be_reached_is_down() -> None:
+def test_each_shard_has_its_name_and_one_scrape_waits_for_all(
+    databases: Databases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dsns, latest, waits = databases(3), Readings.latest, list[float]()
+
+    def noted(readings: Readings[Any], seconds: float) -> Any:
+        waits.append(seconds)
+        return latest(readings, seconds)
+
+    def up(*given: str) -> dict[str, float]:
+        with EventSQL(*given, transfer=False) as platform:
+            samples = Scrape(PlatformCollector(platform)).samples
+        return {each.labels["shard"]: each.value for each in samples if each.name == "eventsql_up"}
+
+    monkeypatch.setattr(Readings, "latest", noted)
+    with EventSQL(*dsns, transfer=False) as platform:
+        names = {str(shard.name): 1.0 for shard in platform.open().shards}
+    assert up(*dsns) == names
+    assert max(waits) <= PATIENCE
+    # A database has its figures although another shard of its set is not named.
+    assert list(up(*dsns[:2]).values()) == [1, 1]
+
+
+def test_a_database_that_cannot_be_reached_is_down_after_one_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, attempts = FiguresReader._read, list[FiguresReader]()
+
+    def attempt(reader: FiguresReader) -> object:
+        attempts.append(reader)
+        return read(reader)
+
+    monkeypatch.setattr(FiguresReader, "_read", attempt)
     with EventSQL("postgresql://someone@127.0.0.1:1/nowhere", transfer=False) as nowhere:
         # The wait for the server is the driver's.
         assert [(each.name, each.value) for each in Scrape(PlatformCollector(nowhere)).samples] == [("eventsql_up", 0)]
+    assert len(attempts) == 1
 
 
 def test_a_reader_sees_all_topics_and_a_reader_of_one_topic_sees_that_one(owner: EventSQL, as_: As) -> None:
