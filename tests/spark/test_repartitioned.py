@@ -175,26 +175,39 @@ def test_a_stream_whose_option_knows_fewer_partitions_goes_on_from_its_checkpoin
         after.stop()
 
 
-@pytest.mark.parametrize("partitions", [2, 6])
+@pytest.mark.parametrize("partitions", [(2,), (6,), (6, 2)])
 def test_a_stream_s_consumer_gets_the_partitions_of_its_topic(
-    platform: EventSQL, publish: Publish, orders: str, dsn: str, partitions: int
+    platform: EventSQL, publish: Publish, orders: str, dsn: str, partitions: tuple[int, ...]
 ) -> None:
     platform.registry.register_consumer(Consumer(orders, "lake", partitioned=True))
     reader = StreamReader(options(dsn, orders, streaming=True, consumer="lake"), read_schema(headers=False))
     try:
         start = reader.initialOffset()
         publish(100, first=1_000)
-        platform.repartitioner.repartition(orders, partitions)
-        publish(200, first=1_100)
+        for number in partitions:
+            platform.repartitioner.repartition(orders, number)
+            publish(200, first=1_100)
         end = reader.latestOffset(start, ALL)
         assert offsets(reader, reader.partitions(start, end)) == published(platform, orders)
         reader.commit(end)
     finally:
         reader.stop()
     states = platform.registry.consumer(orders, "lake")
-    assert [state.partition for state in states] == list(range(partitions))
+    assert [state.partition for state in states] == list(range(partitions[-1]))
     assert {state.last_event_id for state in states} == {end["orders"]["0"] - 1}
     assert not platform.shards[0].layouts.unsettled(orders)
+
+
+def test_a_stream_reads_nothing_of_a_lost_partition_that_its_consumer_has_consumed(
+    platform: EventSQL, repartitioned: str, dsn: str
+) -> None:
+    platform.registry.register_consumer(Consumer(repartitioned, "lake", partitioned=True), start=1_501)
+    given = options(dsn, repartitioned, streaming=True, consumer="lake", partition="3")
+    reader = StreamReader(given, read_schema(headers=False))
+    try:
+        assert reader.initialOffset()[repartitioned] == {"0": {"3": 1_501}}
+    finally:
+        reader.stop()
 
 
 def test_a_stream_goes_on_without_a_partition_that_the_topic_has_lost_with_its_events(

@@ -33,6 +33,7 @@ from eventsql_orchestration.spark.log_planner import Logs
 from eventsql_orchestration.spark.reader import read_schema
 from eventsql_orchestration.spark.source import EventSQLDataSource
 from eventsql_orchestration.spark.stream import StreamReader
+from tests.fixtures import SaidBy
 from tests.forms import stored
 from tests.spark.conftest import drop_the_first_events, ranges_of
 from tests.spark.streams import await_end, run_to_end
@@ -233,6 +234,19 @@ def test_a_stream_without_startingoffsets_goes_on_where_its_consumer_is(
         assert reader.initialOffset()[orders] == {"0": 11}
 
 
+def test_a_stream_of_one_partition_moves_its_consumer_there_and_one_of_all_starts_at_the_least_offset(
+    platform: EventSQL, dsn: str, orders: str
+) -> None:
+    platform.registry.register_consumer(Consumer(orders, "lake", partitioned=True), start=101)
+    with streaming(dsn, orders, consumer="lake", partition=2) as reader:
+        reader.commit({orders: {"0": {"2": 301}}})
+    assert position(platform, orders, "lake") == {0: 100, 1: 100, 2: 300, 3: 100}
+    consumed = platform.reader.count(orders, after=100, upto=300, partition=2)
+    assert platform.registry.consumer(orders, "lake")[2].consumed_events == consumed > 0
+    with streaming(dsn, orders, consumer="lake") as reader:
+        assert reader.initialOffset()[orders] == {"0": 101}
+
+
 def test_a_stream_s_consumer_has_its_filter(platform: EventSQL, dsn: str, orders: str) -> None:
     platform.registry.register_consumer(
         Consumer(orders, "lake"), filter=EventFilter(keys=frozenset({"kéy-1", "kéy-2"}), metadata={"source": "wéb"})
@@ -261,6 +275,20 @@ def test_a_consumer_that_somebody_else_leases_is_left_alone(platform: EventSQL, 
     ):
         reader.commit({orders: {"0": 11}})
     assert position(platform, orders, "mailer") == {-1: 0}
+
+
+def test_a_stream_that_waits_for_events_writes_nothing(
+    platform: EventSQL, dsn: str, orders: str, said_by: SaidBy
+) -> None:
+    platform.registry.register_consumer(Consumer(orders, "lake"))
+    with streaming(dsn, orders, consumer="lake") as reader:
+        reader.commit({orders: {"0": 101}})
+        (logs,) = reader._open()
+        said = said_by(logs.database)
+        reader.latestOffset({orders: {"0": 101}}, ReadAllAvailable())
+        said_then = said.statements()
+    assert said_then
+    assert not [each for each in said_then if "FOR UPDATE" in each]
 
 
 def test_a_stream_whose_consumer_is_deleted_stops(platform: EventSQL, dsn: str, orders: str) -> None:
