@@ -119,17 +119,21 @@ def test_a_round_counts_runs_by_their_claims_and_events_by_their_publications() 
         # Airflow put two claims into one run.
         {"extra": {"from_trigger": True, "payload": claim}, "created_dagruns": [run]},
         {"extra": {"from_trigger": True, "payload": claim}, "created_dagruns": [run]},
+        {"extra": {"from_trigger": True, "payload": claim}, "created_dagruns": [{**run, "run_id": "asset__2"}]},
+        {"extra": {"from_trigger": True, "payload": {"of": "another trigger"}}, "created_dagruns": [run]},
         {"extra": {"topic": "sums", "events": 4, "repeated": False}, "created_dagruns": []},
+        {"extra": {"topic": "sums", "events": 3, "repeated": False}, "created_dagruns": []},
         {"extra": {"topic": "sums", "events": 4, "repeated": True}, "created_dagruns": []},
         {"extra": {"something": "else"}, "created_dagruns": []},
         {"extra": None, "created_dagruns": []},
     ]
     runs = [
         {"state": "success", "run_type": "asset_triggered", "dag_id": "billing"},
+        {"state": "failed", "run_type": "asset_triggered", "dag_id": "sums"},
         {"state": "failed", "run_type": "scheduled", "dag_id": "lag"},
     ]
     counts = run_counts(cast("AirflowApi", Answers(asset_events=events, dag_runs=runs)), datetime.now(UTC))
-    assert (dict(counts.runs), dict(counts.published), counts.failed) == ({"rides": 1}, {"sums": 4}, ())
+    assert (dict(counts.runs), dict(counts.published), counts.failed) == ({"rides": 2}, {"sums": 7}, ("sums",))
 
 
 def test_an_interrupt_while_it_stops_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
