@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from itertools import count
@@ -16,6 +16,7 @@ from airflow.sdk.exceptions import AirflowException, AirflowFailException, Airfl
 from eventsql_orchestration import Claim, Connection, Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.airflow import EventSQLConsumeOperator, EventSQLHook, RunLimits, publish_output, topic_asset
 from eventsql_orchestration.airflow.claim_producer import ClaimEvent
+from eventsql_orchestration.airflow.local import connection_of
 from eventsql_orchestration.errors import ConsumerNotFoundError, DatabaseUnavailableError, ValidationError
 from eventsql_orchestration.orchestration import publication
 from eventsql_orchestration.orchestration.owners import AIRFLOW_TRIGGER
@@ -23,6 +24,9 @@ from eventsql_orchestration.orchestration.publication import Published
 from tests.airflow.conftest import context_of
 from tests.airflow.consuming import QUICK, effects, operator
 from tests.effects import make_table, write
+from tests.shards.conftest import Databases, databases
+
+__all__ = ["databases"]
 
 RIDES = Topic("rides", partitions=4)
 CONSUMER = Consumer("rides", "billing", partitioned=True)
@@ -397,6 +401,50 @@ def test_a_shard_that_is_down_fails_the_task_after_the_claims_of_the_others(
         operator().execute(context_of(payloads=[{**here, "shard": "down"}, {**here, "shard": "down"}, here]))
     assert asked == ["down", None]
     assert effects(rides) == logged(rides)
+
+
+@pytest.fixture
+def shards(databases: Databases, monkeypatch: pytest.MonkeyPatch) -> Iterator[EventSQL]:
+    """Two shards with events of `rides`, to which Airflow's default connection leads."""
+    dsns = databases(2)
+    monkeypatch.setenv("AIRFLOW_CONN_EVENTSQL_DEFAULT", connection_of(dsns, "eventsql"))
+    with EventSQL(*dsns, transfer=False) as platform:
+        platform.registry.register_topic(Topic("rides")).register_consumer(Consumer("rides", "billing"))
+        platform.publisher.publish_all(Publication("rides", b"", key=str(number)) for number in range(20))
+        platform.transfer.run_once()
+        yield platform
+
+
+def take(_events: Sequence[Event], _connection: Connection) -> None:
+    """Consume without an effect."""
+
+
+def test_a_run_by_hand_consumes_on_the_shard_that_is_up(shards: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
+    up = shards.shards[0]
+    given = connection_of([up.database.dsn, "postgresql://127.0.0.1:1/away"], "eventsql")
+    monkeypatch.setenv("AIRFLOW_CONN_EVENTSQL_DEFAULT", given)
+    result = operator(take).execute(context_of())
+    assert [(each["shard"], each["upto"]) for each in result["ranges"]] == [(up.name, up.reader.end("rides"))]
+    with pytest.raises(AirflowSkipException, match=r"events are left on .*, which cannot be reached"):
+        operator(take).execute(context_of(run_id="other"))
+
+
+def test_a_retry_tells_the_claims_of_two_shards_apart(shards: EventSQL) -> None:
+    claims = []
+    for shard in shards.shards:
+        claim = shard.claims.claim("rides", "billing", owner=AIRFLOW_TRIGGER, max_wait=0.0)
+        assert isinstance(claim, Claim)
+        claims.append({**payload(claim), "shard": shard.name})
+    first, second = claims
+    assert first["claim"] == second["claim"]
+
+    def consumed(*given: dict[str, Any], try_number: int) -> list[str]:
+        result = operator(take, claims=list(given)).execute(context_of(try_number=try_number))
+        return [each["shard"] for each in result["ranges"]]
+
+    assert consumed(second, try_number=1) == [second["shard"]]
+    assert consumed(first, second, try_number=2) == [second["shard"], first["shard"]]
+    assert consumed(second, try_number=2) == [second["shard"]]
 
 
 def test_the_first_range_of_each_partition_comes_before_further_ranges(rides: EventSQL) -> None:
