@@ -396,7 +396,7 @@ def test_a_shard_that_is_down_fails_the_task_after_the_claims_of_the_others(
         return find(hook, name)
 
     monkeypatch.setattr(EventSQLHook, "shard", shard)
-    here = payload(claimed(rides))
+    here = payload(claimed(rides, max_events=2))
     with pytest.raises(DatabaseUnavailableError):
         operator().execute(context_of(payloads=[{**here, "shard": "down"}, {**here, "shard": "down"}, here]))
     assert asked == ["down", None]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from eventsql_orchestration import EventSQL, Publication, Topic
+from eventsql_orchestration.airflow.api import URL_FILE
 from eventsql_orchestration.cli import main
 from tests.airflow.served import FakeAirflow, serving
 
@@ -40,6 +42,18 @@ def test_a_run_is_shown_with_its_state_its_times_and_its_page(bills: EventSQL, d
     assert found["url"] == f"{url}/dags/billing/runs/manual__1%2B00%3A00"
     assert (found["run"]["job"], found["run"]["status"], found["run"]["ended"]) == ("billing", "SUCCESS", None)
     assert found["run"]["started"] == "2026-05-01T12:00:00+00:00"
+
+
+def test_the_airflow_of_the_home_is_asked(
+    bills: EventSQL, dsn: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    home = tmp_path / ".eventsql" / "airflow"
+    home.mkdir(parents=True)
+    with serving(FakeAirflow()) as url:
+        (home / URL_FILE).write_text(url)
+        found, said = traced(dsn)
+    assert (found["url"], said) == (f"{url}/dags/billing/runs/manual__1%2B00%3A00", "")
 
 
 def test_a_run_that_was_deleted_says_so(bills: EventSQL, dsn: str) -> None:
