@@ -76,6 +76,18 @@ def test_a_thread_that_waits_is_woken_though_another_clears_the_wake_in_the_midd
     assert after > 1
 
 
+def test_a_wake_that_is_set_in_the_middle_of_clear_and_stays_set_has_a_token() -> None:
+    """A thread that was about to wait takes it."""
+    for after in count():
+        wake = Wake()
+        wake.set()
+        goes_on = interrupted(after, wake.clear, handler=wake.set)
+        assert wake.is_set() == (not wake._tokens.empty())
+        if not goes_on:
+            break
+    assert after > 1
+
+
 def test_a_token_that_clear_left_behind_wakes_nobody() -> None:
     """Otherwise, a thread that waits again and again would not rest."""
     wake = Wake()
@@ -120,6 +132,8 @@ def test_a_wake_wakes_until_it_is_cleared() -> None:
     wake = Wake()
     assert not wake.wait(0.0)
     wake.set()
+    wake.set()
+    assert wake._tokens.qsize() == 1, "it does not grow"
     assert wake.wait()
     assert wake.wait()
     wake.clear()
@@ -133,6 +147,8 @@ def test_the_caller_of_a_thread_gets_its_result_or_its_error() -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match="invalid literal"):
             failing.result(PATIENCE)
+    with pytest.raises(SystemExit):
+        in_thread("call", sys.exit).result(PATIENCE)
     assert failing.done()
 
 
