@@ -37,7 +37,6 @@ def _sharded(platform: EventSQL) -> EventSQL:
         raise ConfigurationError(
             "this command needs several databases, and one is named: name all shards before it, with --dsn URL for each"
         )
-    platform.open()
     return platform
 
 

@@ -215,6 +215,7 @@ def test_a_shard_is_added_after_a_plan(orders: Run, whole: Run, dsns: list[str])
     assert "'0' is a number, as partitions are" in refused.stderr
     planned = orders("shard", "add", "--dsn", dsns[2], "--name", "west")
     assert "1 in 3" in planned.stdout
+    assert re.search(r"state +not a shard yet\n", planned.stdout)
     database = dsns[2].rpartition("/")[2]
     assert re.search(rf"database +postgresql://eventsql:\*\*\*@127.0.0.1:\d+/{database}\n", planned.stdout)
     assert "a plan, nothing has changed" in planned.stderr
@@ -259,7 +260,8 @@ def test_a_database_that_a_server_keeps_for_maintenance_is_called_so(run: Run, d
 
 
 def test_a_shard_that_is_prepared_is_shown_with_what_is_to_be_done(orders: Run, whole: Run, dsns: list[str]) -> None:
-    prepared = orders("shard", "add", "--dsn", dsns[2], "--name", "west", "--prepare")
+    prepared = orders("shard", "add", "--dsn", dsns[2], "--name", "west", "--prepare", "--json")
+    assert json.loads(prepared.stdout)["executed"] is False
     assert "shard 'west' takes no events yet: give its URL to every process" in prepared.stderr
     planned = orders("shard", "add", "--dsn", dsns[2])
     assert re.search(r"state +prepared\n", planned.stdout)
