@@ -550,6 +550,16 @@ def test_neither_a_sweep_nor_an_abort_takes_a_decided_part(platform: EventSQL, d
     assert events_of(platform) == list(range(FEW))
 
 
+def test_a_write_deletes_what_dead_attempts_have_staged_on_every_shard(platform: EventSQL, dsns: list[str]) -> None:
+    with Publications(source_of(dsns)) as publications:
+        staged(publications, 0, FEW)
+        for dsn in dsns:
+            with psycopg.connect(dsn) as connection:
+                connection.execute("UPDATE eventsql.spark_staged_event SET eql_created_at = now() - interval '1 year'")
+        assert publications.publish("nightly", 7, [])
+    assert [count(dsn, "spark_staged_event") for dsn in dsns] == [0, 0, 0]
+
+
 def test_a_sweep_takes_no_part_that_is_being_prepared(
     platform: EventSQL, dsns: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
