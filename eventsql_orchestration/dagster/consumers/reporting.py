@@ -147,9 +147,10 @@ def storable(returned: object, log: logging.Logger) -> object:
     kept: dict[str, Any] = {}
     for name, value in returned.items():
         try:
-            dg.AssetMaterialization("function", metadata={str(name): value})
+            # Dagster takes some values that it cannot store: a number of NumPy is a float, too.
+            dg.serialize_value(dg.AssetMaterialization("function", metadata={str(name): value}))
             kept[str(name)] = value
-        except dg.DagsterError:
+        except Exception:  # noqa: BLE001 - the value itself may raise any error
             log.warning(
                 "Dagster cannot store metadata %r of type %s, so it is left out: return a number, a text, JSON or a "
                 "MetadataValue",
