@@ -220,17 +220,18 @@ def _repeated(call: Callable[[], Result], cancellation: Cancellation) -> Result:
 
     While other transactions are in the way, it is repeated a few times.
     """
-    failures = 0
+    failures = conflicts = 0
     while True:
         try:
             return call()
         except (DatabaseError, psycopg.Error) as error:
             failures += 1
-            if isinstance(error, DatabaseBusyError) or is_transient(error):
-                again = failures < BUSY_ATTEMPTS
-            else:
-                again = isinstance(error, DatabaseUnavailableError)
-            if not again or cancellation.stopping.wait(pause_while_away(failures)):
+            # A server that shuts down has an SQLSTATE of the transient classes, too.
+            if not isinstance(error, DatabaseUnavailableError):
+                conflicts += 1
+                if conflicts == BUSY_ATTEMPTS or not (isinstance(error, DatabaseBusyError) or is_transient(error)):
+                    raise
+            if cancellation.stopping.wait(pause_while_away(failures)):
                 raise
 
 

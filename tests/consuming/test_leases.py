@@ -12,7 +12,7 @@ import pytest
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.consumer import ConsumerState, EventFilter
-from eventsql_orchestration.consuming import claims, failures, worker_pool
+from eventsql_orchestration.consuming import claims, failures, leases, worker_pool
 from eventsql_orchestration.consuming.batch import BatchResult
 from eventsql_orchestration.consuming.cancellation import Cancellation
 from eventsql_orchestration.consuming.claim_processing import finish_claim
@@ -472,24 +472,27 @@ def test_a_handler_that_loses_a_claim_of_its_own_spends_the_attempts_of_its_even
 
 
 @pytest.mark.parametrize("error", [psycopg.errors.DeadlockDetected, psycopg.errors.SerializationFailure])
-def test_a_batch_that_loses_to_another_transaction_gives_its_lease_back(
+def test_a_batch_that_loses_to_another_transaction_after_the_server_was_away_gives_its_lease_back(
     platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch, error: type[psycopg.Error]
 ) -> None:
     monkeypatch.setattr(worker_pool, "FAULT_DELAY", 0.01)
     ids = fill(platform, 1)
-    conflicts = [error("two transactions are in each other's way")]
+    monkeypatch.setattr(leases, "pause_while_away", lambda _failures: 0.01)
     away = [DatabaseUnavailableError("the server restarts")]
+    stopped = DatabaseUnavailableError("the server stops")
+    stopped.__cause__ = psycopg.errors.AdminShutdown()
+    errors = [*[stopped] * leases.BUSY_ATTEMPTS, error("two transactions are in each other's way")]
 
-    def finish_after_a_conflict(*arguments: Any) -> bool:
-        if conflicts:
-            raise conflicts.pop()
+    def finish_after_errors(*arguments: Any) -> bool:
+        if errors:
+            raise errors.pop(0)
         return finish_claim(*arguments)
 
     def find_it_away(_events: Sequence[Event]) -> None:
         if away:
             raise away.pop()
 
-    monkeypatch.setattr(claims, "finish_claim", finish_after_a_conflict)
+    monkeypatch.setattr(claims, "finish_claim", finish_after_errors)
     seen = Seen(find_it_away)
     with platform.consumers.start_leased("payments", "mailer", seen, lease=3_600.0, polling_delay=POLLING):
         until(lambda: state(platform).last_event_id == ids[-1])
