@@ -418,7 +418,7 @@ def test_a_window_that_is_done_is_not_replayed_again(bench: Workbench, backfills
 
 
 def test_a_run_of_several_windows_says_that_each_needs_a_run_of_its_own(bench: Workbench, backfills: Backfills) -> None:
-    bench.publish("orders", 20)
+    ids = bench.publish("orders", 20)
     plan = everything(backfills, "fragile", window_events=10)
     first, second = (run.key("one") for run in plan.runs)
     backfills.register(plan, "one")
@@ -430,6 +430,11 @@ def test_a_run_of_several_windows_says_that_each_needs_a_run_of_its_own(bench: W
     assert not refused.success
     assert "a run of its own" in failure(refused)
     assert bench.effects() == []
+
+    # A range may name one window as its start and its end.
+    alone = {"dagster/asset_partition_range_start": second, "dagster/asset_partition_range_end": second}
+    assert bench.execute(job_of(bench, definition), dg.RunRequest(tags=alone)).success
+    assert bench.effects() == ids[10:]
 
 
 def test_a_finished_backfill_is_known_until_its_id_is_used_again(bench: Workbench, backfills: Backfills) -> None:

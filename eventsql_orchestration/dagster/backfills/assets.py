@@ -211,13 +211,14 @@ def _replay(
     resources: Mapping[str, Any],
 ) -> Iterator[dg.MaterializeResult[Any]]:
     eventsql: EventSQLResource = resources[RESOURCE_KEY]
-    if not context.has_partition_key:
+    try:
+        backfill_id, window, partition = read_key(context.partition_key)
+    except dg.DagsterInvariantViolationError:
         raise dg.Failure(
             f"a run replays one window, and this run has none or several: materialize each partition of {key.path[-1]} "
             "in a run of its own",
             allow_retries=False,
-        )
-    backfill_id, window, partition = read_key(context.partition_key)
+        ) from None
     shard = eventsql.shard(window.shard)
     replay = WindowReplay(
         shard, consumer.topic.name, consumer.consumer.name, consumer.computation.consume(context, shard, resources),
