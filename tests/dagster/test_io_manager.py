@@ -261,6 +261,31 @@ def test_a_retried_step_publishes_nothing_again(
     assert events(bench) == [(None, b"v")]
 
 
+def test_a_step_reads_once_what_each_attempt_of_the_step_before_it_names(
+    bench: Workbench, materialize: Materialize
+) -> None:
+    """The second attempt publishes nothing again, and names the same events."""
+    attempts = itertools.count()
+    loaded: list[bytes] = []
+
+    @dg.multi_asset(
+        outs={"sums": dg.AssetOut(io_manager_key="topics", metadata={"topic": "sums"}), "report": dg.AssetOut()}
+    )
+    def both():  # type: ignore[no-untyped-def]  # Dagster would check it
+        yield dg.Output([{"value": "a"}, {"value": "b"}], "sums")
+        if next(attempts) == 0:
+            raise dg.RetryRequested(max_retries=1)
+        yield dg.Output(None, "report")
+
+    @dg.asset(ins={"sums": dg.AssetIn(input_manager_key="topics", metadata={"reads": "materialization"})})
+    def reading(sums: list[Event]) -> None:
+        loaded.extend(event.value for event in sums)
+
+    assert materialize(both, reading).success
+    assert next(attempts) == 2
+    assert loaded == [b"a", b"b"]
+
+
 def job_of(*assets: dg.AssetsDefinition) -> dg.JobDefinition:
     """A job of assets. The environment names its database, because Dagster makes the job anew for a run."""
     eventsql = EventSQLResource(dsn=dg.EnvVar("EVENTSQL_TEST_DSN"))
