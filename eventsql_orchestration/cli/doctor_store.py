@@ -39,14 +39,14 @@ def store_findings(shard: Shard, stalled_after: float) -> Iterator[Finding]:
                 f"{counted(each.waiting, 'change')} {'waits' if each.waiting == 1 else 'wait'} for it",
                 f"start the process that runs it; if nobody runs it any more: store.unsubscribe({each.name!r})",
             )
-        if each.held_back_by is not None and each.held_back_by.seconds > stalled_after:
+        writer = each.held_back_by
+        if writer is not None and writer.seconds is not None and writer.seconds > stalled_after:
             yield warning(
                 "store",
                 f"subscription {each.name} waits with {counted(each.held_back, 'change')} for "
-                f"{each.held_back_by.description}, whose transaction is open for "
-                f"{age(round(each.held_back_by.seconds))}",
+                f"{writer.description}, whose transaction is open for {age(round(writer.seconds))}",
                 "start the standby for which its commit waits; do not end the process"
-                if each.held_back_by.waits_for_standby
+                if writer.waits_for_standby
                 else "end that transaction; pg_terminate_backend(pid) ends a process",
             )
         if each.attempts:

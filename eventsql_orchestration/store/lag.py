@@ -17,10 +17,13 @@ COUNTED: Final = 100_000
 
 @dataclass(frozen=True, slots=True)
 class OldestWriter:
-    """The transaction that readers of the store wait for: its description, and its age in seconds."""
+    """The transaction that readers of the store wait for: its description, its age, and what its commit waits for.
+
+    `seconds` is None if this login may not see it: a transaction of another role, without `pg_read_all_stats`.
+    """
 
     description: str
-    seconds: float
+    seconds: float | None
     waits_for_standby: bool
 
 
@@ -55,7 +58,8 @@ class SubscriptionLag:
             causes.append(f"failed {self.attempts} {'time' if self.attempts == 1 else 'times'}: {self.failure}")
         if self.held_back_by is not None:
             writer = self.held_back_by
-            causes.append(f"held back by {writer.description}, open for {writer.seconds:.0f} s")
+            age = "" if writer.seconds is None else f", open for {writer.seconds:.0f} s"
+            causes.append(f"held back by {writer.description}{age}")
         return "; ".join(causes) or None
 
 

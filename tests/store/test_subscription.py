@@ -24,6 +24,7 @@ from eventsql_orchestration.errors import (
 )
 from eventsql_orchestration.store import Change, RecordedChange, Store, Subscription, SubscriptionOptions
 from eventsql_orchestration.store.change import StoreCheckpoint
+from eventsql_orchestration.store.lag import SubscriptionLagReader
 from eventsql_orchestration.store.order import GlobalOrder
 from eventsql_orchestration.store.subscription import FAULT_DELAY, Progress
 from eventsql_orchestration.threads import start_thread
@@ -122,6 +123,22 @@ def test_a_change_that_took_its_place_first_and_commits_last_is_handled_in_its_p
     assert store.subscriptions()[0].waiting == 2
     assert drain(subscription) == 2
     assert effects(store) == [1, 2]
+
+
+def test_a_login_that_may_not_see_the_transaction_that_holds_changes_back_learns_no_age(
+    store: Store, sessions: Sessions
+) -> None:
+    early = sessions()
+    subscribed(store)
+    put(store, "1", 1, connection=early)
+    put(store, "2", 2)
+    with store.database.connection() as connection, connection.transaction(force_rollback=True):
+        connection.execute("CREATE ROLE eventsql_guest IN ROLE pg_read_all_data")
+        connection.execute("SET LOCAL ROLE eventsql_guest")
+        (lag,) = SubscriptionLagReader(store.database).read(connection)
+    assert lag.held_back_by is not None
+    assert lag.held_back_by.seconds is None
+    assert str(early.info.backend_pid) in (lag.why or "")
 
 
 def test_a_late_commit_between_looking_at_the_newest_and_reading_is_not_passed(

@@ -125,7 +125,8 @@ FROM {schema}.store_subscription s
 ORDER BY s.eql_name;
 
 -- oldest_writer -- The transaction at the horizon: its age in seconds, and whether its commit waits for a synchronous
--- standby; its process, application and database; or the name of a prepared transaction.
+-- standby; its process, application and database; or the name of a prepared transaction. The age is NULL if this role may
+-- not see it.
 SELECT extract(epoch FROM clock_timestamp() - a.xact_start)::float8, coalesce(a.wait_event = 'SyncRep', false),
        a.pid, a.application_name, a.datname::text, NULL::text
 FROM pg_stat_activity a
