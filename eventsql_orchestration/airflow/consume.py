@@ -119,11 +119,13 @@ class EventSQLConsumeOperator(BaseOperator):
             "dead_letters": [letter.event_id for letter in drained.dead_letters],
             **({} if request is None else {"backfill": read_key(request.window)[0]}),
         }
+        # A function may also return a mapping of its own.
+        summaries = [each for each in drained.said if {"topic", "events", "repeated"} <= each.keys()]
         # `TraceLink` reads it.
-        self.published = next((each for each in reversed(drained.said) if each.get("ranges")), None)
+        self.published = next((each for each in reversed(summaries) if each.get("ranges")), None)
         for outlet in self.outlets:
             if isinstance(outlet, Asset):
-                context["outlet_events"][outlet].extra.update(published_to(outlet, drained.said), consumed=summary)
+                context["outlet_events"][outlet].extra.update(published_to(outlet, summaries), consumed=summary)
         return summary
 
     def _replay(self, context: Context, hook: EventSQLHook, request: ReplayRequest) -> Drained:

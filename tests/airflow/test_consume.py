@@ -224,6 +224,22 @@ def test_the_asset_of_a_topic_says_what_was_published_to_it_and_from_where(rides
     assert "topic" not in outlets[other].extra
 
 
+def test_a_mapping_that_names_a_topic_and_no_publication_fails_no_committed_range(rides: EventSQL) -> None:
+    publish(rides, 3)
+
+    def look(claim: Claim, eventsql: EventSQLHook) -> Any:
+        shard = eventsql.shard(claim.shard)
+        with shard.database.transaction() as connection:
+            shard.claims.check(connection, claim)
+            shard.claims.commit(connection, claim)
+        return {"topic": "sums", "ranges": 1}
+
+    sums = topic_asset("sums")
+    context: Any = {**context_of(), "outlet_events": {sums: SimpleNamespace(extra={})}}
+    result = operator(look, gets="claim", outlets=[sums]).execute(context)
+    assert context["outlet_events"][sums].extra == {"consumed": result}
+
+
 @pytest.mark.parametrize("unknown", [0, 1], ids=["first", "last"])
 def test_the_asset_of_a_topic_names_the_ranges_of_all_publications_or_none(
     rides: EventSQL, monkeypatch: pytest.MonkeyPatch, unknown: int
