@@ -10,15 +10,17 @@ from eventsql_orchestration.errors import ValidationError
 
 def check_url(url: str, server: str, example: str) -> str:
     """Return a URL of HTTP. `server` names what it must lead to. Raises `ValidationError`."""
+    # It repeats no part of the URL, which may be a part of a password.
+    cut = ValidationError(f"the URL of {server} cannot be read: write it like {example}, and / in a password as %2F")
     try:
         parts = urlsplit(url)
         # It raises for a port that is not a number.
         _ = parts.port
     except ValueError:
-        # The error may repeat a part of a password.
-        raise ValidationError(
-            f"the URL of {server} cannot be read: write it like {example}, and / in a password as %2F"
-        ) from None
+        raise cut from None
+    # The end of a password with a slash, or a URL without http://.
+    if "@" in parts._replace(netloc="").geturl():
+        raise cut
     if parts.scheme not in {"http", "https"} or not parts.hostname:
         raise ValidationError(f"{without_credentials(url)!r} is not the URL of {server}, for example {example}")
     return url

@@ -291,6 +291,12 @@ def test_a_bad_url_is_wrong_usage(run: Run, pipeline: Pipeline) -> None:
     assert "'nowhere' is not the URL of a Dagster webserver" in refused.stderr
 
 
+@pytest.mark.parametrize("url", ["u:secret@h:8080", "http:///u:secret@h", "http://u:1/secret@h", "http://u:1#secret@h"])
+def test_a_bad_url_shows_no_password(run: Run, url: str) -> None:
+    refused = run("trace", "rides", 1, "--dagster-url", url)
+    assert (refused.exit_code, "cannot be read" in refused.stderr, "secret" in refused.output) == (2, True, False)
+
+
 @pytest.mark.parametrize("how", ["--dagster-url", "DAGSTER_HOME"])
 def test_the_trace_is_shown_if_dagster_does_not_answer(
     run: Run, pipeline: Pipeline, closed_port: int, monkeypatch: pytest.MonkeyPatch, how: str
