@@ -112,9 +112,9 @@ def schema_finding(database: Database, *, embedded: bool) -> Finding:
     if revision is None and database.has_tables():
         found, remedy = "is not migrated yet", f"{remedy}, {IF_OF_JAVA}"
     elif revision is None:
+        if embedded:
+            return ok("schema", f"{database.schema} is missing; the first command creates it")
         found, remedy = "is missing", f"{remedy}; {IF_LOST}"
-    if embedded and revision is None:
-        return ok("schema", f"{database.schema} {found}; the first command creates it")
     return problem("schema", f"{database.schema} {found}", remedy)
 
 

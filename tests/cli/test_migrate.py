@@ -6,7 +6,9 @@ import json
 
 import psycopg
 
-from eventsql_orchestration.database import migrations
+from eventsql_orchestration.cli.doctor_database import schema_finding
+from eventsql_orchestration.cli.findings import Status
+from eventsql_orchestration.database import Database, migrations
 from tests.cli.conftest import Run
 
 
@@ -28,6 +30,9 @@ def test_tables_of_the_java_library_ask_for_their_time_zone_before_they_are_migr
     findings = json.loads(invoke("--dsn", fresh, "doctor", "--json").stdout)["findings"]
     (schema,) = [each for each in findings if each["check"] == "schema"]
     assert (schema["status"], "--times-in" in schema["remedy"]) == ("problem", True)
+    # Also where the first command migrates.
+    with Database(fresh) as database:
+        assert schema_finding(database, embedded=True).status is Status.PROBLEM
 
 
 def test_migrate_creates_the_tables_once(invoke: Run, fresh: str) -> None:
