@@ -45,7 +45,7 @@ from eventsql_orchestration.cli.tables import Columns, picked, same, show_items
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.database import Queries
 from eventsql_orchestration.database.rows import query_all
-from eventsql_orchestration.database.translation import MORE_CONNECTIONS, REFUSED, has_no_slot
+from eventsql_orchestration.database.translation import MORE_CONNECTIONS, REFUSED, has_no_slot, is_of_tls
 from eventsql_orchestration.errors import (
     ConfigurationError,
     DatabaseFullError,
@@ -151,6 +151,8 @@ def _remedy(error: EventSQLError, context: CliContext) -> str | None:
         if REFUSED in error.message:
             return f"correct {context.source('dsn')} or the role, or wait if the server is starting: its log says why"
         first = "do what the finding says" if isinstance(error, ConfigurationError) else "start the server"
+        if is_of_tls(error.message):
+            first = "set TLS up as the finding says"
         return f"{first}, or correct {context.source('dsn')}"
     return None
 

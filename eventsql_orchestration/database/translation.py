@@ -132,6 +132,9 @@ IF_OF_JAVA: Final = "with --times-in ZONE if EventSQL's Java library made the ta
 REFUSED: Final = "refused the connection"
 """Words of the error for a server that runs, and that lets this user not in."""
 
+_OF_TLS: Final = ("certificate ", "private key", "SSL error:", "not support SSL")
+"""Words of libpq for a server that runs: a file of TLS, a certificate or the server's TLS is wrong or missing."""
+
 _QUESTIONS: Final = {
     "password": "are the user and the password in the URL right?",
     "does not exist": "are the user and the database in the URL right?",
@@ -145,6 +148,11 @@ def has_no_slot(message: str) -> bool:
     return any(words in message for words in _NO_SLOT)
 
 
+def is_of_tls(message: str) -> bool:
+    """Whether a server that runs was not reached because of TLS."""
+    return any(words in message for words in _OF_TLS)
+
+
 def _unreachable(detail: str) -> str:
     # libpq gives no SQLSTATE for a connection that failed. A server that answers says FATAL, and why.
     if refused := detail.partition("FATAL:")[2].strip():
@@ -156,7 +164,8 @@ def _unreachable(detail: str) -> str:
         return "cannot be reached, because the connection was closed before: open another connection, and try again"
     # libpq asks this, too, after each address that it tried.
     failed = re.sub(r" Is the server running [^?]*\?", "", detail)
-    return f"cannot be reached ({failed}): is the server running, is the URL right?"
+    running = "" if is_of_tls(failed) else "is the server running, "
+    return f"cannot be reached ({failed}): {running}is the URL right?"
 
 
 def _lost_or_unreachable(sqlstate: str | None, detail: str) -> tuple[type[EventSQLError], str]:

@@ -614,6 +614,14 @@ def test_a_server_whose_database_cannot_hold_every_text_is_not_one_to_start(invo
     assert (result.exit_code, found["remedy"]) == (1, "do what the finding says, or correct --dsn")
 
 
+def test_a_server_that_is_not_reached_because_of_tls_is_not_one_to_start(invoke: Run, dsn: str) -> None:
+    """Either the server has no TLS, or the certificate is missing."""
+    result = invoke("--dsn", f"{dsn}?sslmode=verify-full&sslrootcert=/nowhere/ca.pem", "doctor", "--json")
+    (found,) = (each for each in json.loads(result.stdout)["findings"] if each["check"] == "database")
+    assert (result.exit_code, found["remedy"]) == (1, "set TLS up as the finding says, or correct --dsn")
+    assert found["message"].endswith("): is the URL right?")
+
+
 @pytest.mark.parametrize(
     ("options", "remedy"),
     [
