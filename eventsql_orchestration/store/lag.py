@@ -59,7 +59,8 @@ class SubscriptionLag:
         if self.held_back_by is not None:
             writer = self.held_back_by
             age = "" if writer.seconds is None else f", open for {writer.seconds:.0f} s"
-            causes.append(f"held back by {writer.description}{age}")
+            standby = ", and its commit waits for a standby" if writer.waits_for_standby else ""
+            causes.append(f"held back by {writer.description}{age}{standby}")
         return "; ".join(causes) or None
 
 

@@ -184,6 +184,8 @@ def test_a_subscription_that_waits_for_a_commit_that_waits_for_a_standby_asks_fo
             (found,) = store_findings(platform.shards[0], stalled_after=0.0)
             assert found.remedy is not None
             assert "pg_terminate_backend" not in found.remedy
+            (lag,) = store.subscriptions()
+            assert "its commit waits for a standby" in str(lag.why)
         finally:
             administrator.execute("ALTER SYSTEM RESET synchronous_standby_names")
             administrator.execute("SELECT pg_reload_conf()")
