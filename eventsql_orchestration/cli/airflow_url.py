@@ -9,7 +9,8 @@ from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.parameters import option
 
 AirflowUrl: TypeAlias = Annotated[str | None, option(
-    "Airflow's URL, with a user: http://user:password@127.0.0.1:8080.", metavar="URL", envvar="EVENTSQL_AIRFLOW_URL",
+    "Airflow's URL, with a user: http://user:password@127.0.0.1:8080. The list of processes shows this option; "
+    "EVENTSQL_AIRFLOW_URL hides the password.", metavar="URL", envvar="EVENTSQL_AIRFLOW_URL",
 )]  # fmt: skip
 
 
