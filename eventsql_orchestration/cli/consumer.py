@@ -118,17 +118,25 @@ _PROGRESS: Final[Columns] = {
     "last consumed": "last_consumption_at", "state": condition,
 }  # fmt: skip
 
+
+def _owner(state: ConsumerState) -> object:
+    return state.lease_owner if state.leased else None
+
+
+def _leased_until(state: ConsumerState) -> object:
+    return state.lease_expires_at if state.leased else None
+
+
 _FAILURES: Final[Columns] = {
-    "leased by": lambda state: state.lease_owner if state.leased else None,
-    "leased until": lambda state: state.lease_expires_at if state.leased else None,
-    "failing event": "failed_event_id", **same("failure"),
+    "leased by": _owner, "leased until": _leased_until, "failing event": "failed_event_id", **same("failure"),
 }  # fmt: skip
 
 _JSON: Final[Columns] = {
     **same("topic"), "consumer": "name", **same("partition"), "offset": "last_event_id",
     **same("consumed_events", "last_consumption_at"), "state": condition,
-    **same("paused", "max_attempts", "lease_owner", "lease_expires_at", "failed_event_id", "attempts", "failure"),
-    **same("retry_at"), "filter": lambda state: None if state.filter is None else state.filter.as_json(),
+    **same("paused", "max_attempts"), "lease_owner": _owner, "lease_expires_at": _leased_until,
+    **same("failed_event_id", "attempts", "failure", "retry_at"),
+    "filter": lambda state: None if state.filter is None else state.filter.as_json(),
 }  # fmt: skip
 
 

@@ -363,7 +363,8 @@ def test_a_claim_shows_as_a_lease(run: Run, platform: EventSQL, topic: str) -> N
     assert cell(datetime.fromisoformat(described["lease_expires_at"])) in shown
     with platform.database.connection() as connection:
         connection.execute("UPDATE eventsql.consumer SET eql_lease_expires_at = now() - interval '1 second'")
-    assert "run 7" not in run("consumer", "describe", topic, "mailer").stdout, "its owner has it no more"
+    for form in ((), ("--json",)):
+        assert "run 7" not in run("consumer", "describe", topic, "mailer", *form).stdout, "its owner has it no more"
 
 
 def test_a_command_that_a_message_advises_takes_any_name(run: Run, platform: EventSQL, topic: str) -> None:
