@@ -261,8 +261,8 @@ class Event:
     """An event of a topic's ordered log; it cannot be changed.
 
     `id` is its offset: unique and growing within the topic, over all its partitions, with gaps. `buffered_at` is the
-    time of its publication, `created_at` the time when it entered the log. A time of another program may be outside of
-    the years 1 to 9999, or infinite: it is the nearest time that Python has.
+    time of its publication, `created_at` the time when it entered the log. A time of another program may be before
+    0001-01-03, after 9999-12-30 or infinite: it is the nearest time between them, which Python has in every time zone.
 
     `erased`: `eventsql topic erase` has removed its value and metadata. Its `value` is None then, and its metadata has
     the time of the erasure as `eventsql_erased`.
@@ -353,7 +353,14 @@ class Event:
         )  # fmt: skip
 
 
+FIRST_TIME: Final = datetime(1, 1, 3, tzinfo=UTC)
+LAST_TIME: Final = datetime(9999, 12, 30, 23, 59, 59, 999_999, tzinfo=UTC)
+"""An event has a time from the first to the last. `datetime.astimezone` and `datetime.fromtimestamp`, which PySpark
+calls, have each of them in every time zone: `fromtimestamp` looks at the time of the day before, too."""
+
 _POSTGRESQL_EPOCH: Final = datetime(2000, 1, 1, tzinfo=UTC)
+
+_FIRST, _LAST = ((time - _POSTGRESQL_EPOCH) // timedelta(microseconds=1) for time in (FIRST_TIME, LAST_TIME))
 
 
 def how_often(times: int | str) -> str:
@@ -362,13 +369,12 @@ def how_often(times: int | str) -> str:
 
 
 def decoded_time(time: datetime | int) -> datetime:
-    """A time as `Event` takes it; the nearest time that Python has."""
+    """A time as `Event` takes it; the nearest time from `FIRST_TIME` to `LAST_TIME`."""
     if not isinstance(time, int):
         return time
-    try:
-        return _POSTGRESQL_EPOCH + timedelta(microseconds=time)
-    except OverflowError:
-        return datetime.max.replace(tzinfo=UTC) if time > 0 else datetime.min.replace(tzinfo=UTC)
+    if not _FIRST < time < _LAST:
+        return LAST_TIME if time > 0 else FIRST_TIME
+    return _POSTGRESQL_EPOCH + timedelta(microseconds=time)
 
 
 class Placement(NamedTuple):

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from itertools import chain, groupby
 from operator import attrgetter
 from types import MappingProxyType
@@ -24,7 +24,7 @@ from adbc_driver_manager import Error
 
 from eventsql_orchestration.database.log_names import holds_blocks
 from eventsql_orchestration.errors import DatabaseError, DataLossError
-from eventsql_orchestration.model import OffsetRange
+from eventsql_orchestration.model import FIRST_TIME, LAST_TIME, OffsetRange
 from eventsql_orchestration.spark.adbc import CopyConnection, behind, read_errors
 from eventsql_orchestration.spark.blocks import flatten, parts
 from eventsql_orchestration.spark.json_values import ValueDecoder
@@ -37,10 +37,14 @@ logger = logging.getLogger(__name__)
 
 _UNDEFINED_TABLE: Final = "42P01"
 
-_TIMES: Final = struct.pack("=3q", -62_135_424_000_000_000, 253_402_214_399_999_999, -(2**63) + 946_684_800_000_000 - 1)
-"""In µs since 1970: the begin of 0001-01-03, the end of 9999-12-30, and PostgreSQL's `infinity` as ADBC gives it, which
-is 2^63 - 1 µs since 2000 and overflows. Between the first two, `datetime.fromtimestamp`, which PySpark calls, has each
-time in every time zone: it looks at the time of the day before, too."""
+_INFINITY: Final = -(2**63) + 946_684_800_000_000 - 1
+"""PostgreSQL's `infinity` as ADBC gives it, in µs since 1970: it is 2^63 - 1 µs since 2000, and overflows."""
+
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+
+_TIMES: Final = struct.pack(
+    "=3q", *((time - _EPOCH) // timedelta(microseconds=1) for time in (FIRST_TIME, LAST_TIME)), _INFINITY
+)
 
 _TEXT_MAP: Final = pa.map_(pa.string(), pa.string())
 
@@ -220,7 +224,7 @@ def _events(
 
 
 def _known_times(times: pa.Array) -> pa.Array:
-    """The times, each as the nearest time that Python has in every time zone: other programs may write any time."""
+    """The times, each as the nearest that an `Event` has: other programs may write any time."""
     # Without Python's objects: see `_repeated`.
     first, last, infinity = pa.Int64Array.from_buffers(pa.int64(), 3, [None, pa.py_buffer(_TIMES)])
     numbers = times.cast(pa.int64())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 
@@ -26,6 +27,27 @@ def test_dead_letters_are_listed_and_shown(run: Run) -> None:
     assert shown.stdout.endswith('\n\n{"id": 1}\n')
     assert "ValueError" in shown.stdout
     assert json.loads(run("dlt", "show", TOPIC, 1, "--json").stdout) == listed
+
+
+@pytest.mark.parametrize("zone", ["Etc/GMT-14", "Etc/GMT+12"])
+def test_a_dead_letter_with_a_time_that_python_lacks_is_shown_in_every_zone(
+    run: Run, platform: EventSQL, monkeypatch: pytest.MonkeyPatch, zone: str
+) -> None:
+    """As another program may write it: `0001-01-01` is the time zero of Go."""
+    with platform.database.connection() as connection:
+        connection.execute(
+            "INSERT INTO eventsql.event_buffer (eql_topic, eql_partition, eql_value, eql_metadata, eql_created_at) "
+            "SELECT %s, -1, '', '{}', time FROM unnest('{-infinity,0001-01-01Z,infinity}'::timestamptz[]) time",
+            [f"{TOPIC}_dlt"],
+        )
+    platform.transfer.run_once()
+    monkeypatch.setenv("TZ", zone)
+    time.tzset()
+    try:
+        assert run("dlt", "list", TOPIC).stdout.count("0001-01-0") == 2
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 def test_a_dead_letter_is_redriven_once(run: Run, platform: EventSQL) -> None:

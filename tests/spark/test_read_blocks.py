@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
 import pytest
@@ -14,9 +14,9 @@ from pyspark.sql.types import TimestampType
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import BrokenBlockError
-from eventsql_orchestration.model import NOT_PARTITIONED, OffsetRange, Storage
+from eventsql_orchestration.model import FIRST_TIME, LAST_TIME, NOT_PARTITIONED, OffsetRange, Storage
 from eventsql_orchestration.spark.blocks import MOST_EVENTS
-from eventsql_orchestration.spark.log_tasks import Piece, Projection, _known_times, read_batches
+from eventsql_orchestration.spark.log_tasks import Piece, Projection, read_batches
 from eventsql_orchestration.spark.options import Source
 
 COLUMNS = ["key", "value", "partition", "offset", "timestamp", "headers"]
@@ -132,17 +132,16 @@ def test_a_time_that_python_lacks_is_read_as_the_nearest(
     piece = Piece(OffsetRange("orders", NOT_PARTITIONED, 0, 5), f"orders_{'block' if form == 'blocks' else 'event'}", 1)
     batches = read_batches(Source(dsn, "eventsql", "the database"), [piece], Projection(["timestamp"]))
     found = [time.as_py() for batch in batches for time in batch.column(0)]
-    first, last = datetime(1, 1, 3, tzinfo=UTC), datetime(9999, 12, 30, 23, 59, 59, 999_999, tzinfo=UTC)
-    assert found == [last, last, datetime(2026, 1, 31, 12, tzinfo=UTC), first, first]
+    assert found == [LAST_TIME, LAST_TIME, datetime(2026, 1, 31, 12, tzinfo=UTC), FIRST_TIME, FIRST_TIME]
 
 
 @pytest.mark.parametrize("zone", ["UTC", "Etc/GMT-14", "Etc/GMT+12", "Asia/Manila"])
 def test_spark_collects_a_time_that_python_lacks_in_every_zone(monkeypatch: pytest.MonkeyPatch, zone: str) -> None:
-    found = _known_times(pa.array([-(2**62), 2**62], pa.timestamp("us", tz="UTC"))).cast(pa.int64()).to_pylist()
+    times = [(each - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1) for each in (FIRST_TIME, LAST_TIME)]
     monkeypatch.setenv("TZ", zone)
     time.tzset()
     try:
-        assert [TimestampType().fromInternal(each).year for each in found] == [1, 9999]
+        assert [TimestampType().fromInternal(each).year for each in times] == [1, 9999]
     finally:
         monkeypatch.undo()
         time.tzset()

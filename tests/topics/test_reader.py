@@ -8,6 +8,7 @@ import pytest
 
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.errors import PartitionOutOfRangeError, TopicNotFoundError, ValidationError
+from eventsql_orchestration.model import FIRST_TIME, LAST_TIME
 from tests.forms import stored
 
 
@@ -96,13 +97,17 @@ def test_a_clock_that_went_back_is_not_a_negative_lag(platform: EventSQL) -> Non
 @pytest.mark.parametrize(
     ("stored_time", "read"),
     [
-        ("infinity", datetime.max.replace(tzinfo=UTC)),
-        ("20000-01-01", datetime.max.replace(tzinfo=UTC)),
-        ("-infinity", datetime.min.replace(tzinfo=UTC)),
-        ("0100-01-01 BC", datetime.min.replace(tzinfo=UTC)),
+        ("infinity", LAST_TIME),
+        ("9999-12-31Z", LAST_TIME),
+        ("9999-12-30Z", datetime(9999, 12, 30, tzinfo=UTC)),
+        ("0001-01-03 00:00:01Z", datetime(1, 1, 3, 0, 0, 1, tzinfo=UTC)),
+        ("0001-01-01Z", FIRST_TIME),
+        ("-infinity", FIRST_TIME),
     ],
 )
-def test_a_time_that_python_lacks_is_read_as_the_nearest(platform: EventSQL, stored_time: str, read: datetime) -> None:
+def test_a_time_that_python_lacks_in_some_zone_is_read_as_the_nearest(
+    platform: EventSQL, stored_time: str, read: datetime
+) -> None:
     """As a program may write it that inserts events with times of its own."""
     with platform.database.connection() as connection:
         connection.execute(
