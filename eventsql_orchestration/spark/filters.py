@@ -31,6 +31,7 @@ from pyspark.sql.datasource import (
 )
 
 from eventsql_orchestration.consumer import EventFilter
+from eventsql_orchestration.model import FIRST_TIME, LAST_TIME
 from eventsql_orchestration.validation import MAX_BIGINT
 
 _COLUMNS: Final[Mapping[str, tuple[str, type]]] = {
@@ -183,7 +184,10 @@ def _fits(value: object, kind: type) -> bool:
         return False
     if isinstance(value, str):
         return "\x00" not in value
-    return not isinstance(value, datetime) or value.tzinfo is not None
+    if isinstance(value, datetime):
+        # The database compares times as other programs have written them, and a read gives the nearest of these times.
+        return value.tzinfo is not None and FIRST_TIME < value < LAST_TIME
+    return True
 
 
 def _format(template: str, value: Any) -> str:

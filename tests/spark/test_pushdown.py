@@ -29,7 +29,7 @@ from eventsql_orchestration.consumer import EventFilter
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.dagster import EventSQLResource
 from eventsql_orchestration.errors import ClaimLostError
-from eventsql_orchestration.model import Retention
+from eventsql_orchestration.model import FIRST_TIME, LAST_TIME, Retention
 from eventsql_orchestration.spark.filters import Conditions, push
 from eventsql_orchestration.spark.read_options import ReadOptions
 from eventsql_orchestration.spark.reader import BatchReader, FilteringReader, read_schema
@@ -61,6 +61,9 @@ CONDITIONS = [
     "topic IN ('orders', 'rides') AND topic IN ('rides', 'none')",
     "timestamp < '2001-01-01' OR offset = 7",
     "timestamp >= '2001-01-01' AND offset = 7",
+    "timestamp >= '0001-01-03' AND NOT timestamp <= '0001-01-03 00:00:00.000001' AND offset > 999",
+    "timestamp < '9999-12-30 23:59:59.999999' AND offset > 999",
+    "timestamp IN ('0001-01-03', '9999-12-30 23:59:59.999999')",
     "headers['source'] = 'wéb' AND offset <= 100",
     "length(value) > 10 AND offset > 0 AND partition >= 1",
 ]
@@ -71,8 +74,13 @@ def offsets_of(frame: DataFrame) -> list[int]:
 
 
 def test_a_query_gives_the_same_rows_if_spark_or_the_database_filters(
-    spark: SparkSession, orders: str, read: Read
+    spark: SparkSession, platform: EventSQL, session: Connection, orders: str, read: Read
 ) -> None:
+    session.execute(
+        "INSERT INTO eventsql.event_buffer (eql_topic, eql_partition, eql_value, eql_metadata, eql_created_at) "
+        "SELECT 'orders', 0, '', '{}', time FROM unnest('{-infinity,infinity}'::timestamptz[]) time"
+    )
+    platform.transfer.run_once()
     # Spark says of each event which conditions it meets.
     met = [f"({condition}) AS met_{number}" for number, condition in enumerate(CONDITIONS)]
     rows = read(orders, includeHeaders=True).selectExpr("offset", *met).collect()
@@ -170,6 +178,9 @@ def test_conditions_that_postgresql_would_evaluate_otherwise_are_left_to_spark()
         EqualTo(("key",), "a\x00b"),
         EqualTo(("value",), b"abc"),
         EqualTo(("headers", "source"), "web"),
+        EqualTo(("timestamp",), FIRST_TIME),
+        GreaterThan(("timestamp",), LAST_TIME),
+        In(("timestamp",), (FIRST_TIME + timedelta(1), LAST_TIME)),
         GreaterThan(("offset",), 1.5),
         In(("key",), ("a", None)),
         StringContains(("topic",), "a"),
