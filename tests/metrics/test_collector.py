@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from eventsql_orchestration.queue import lag as queue_lag
 from eventsql_orchestration.sharding import HELD
 from eventsql_orchestration.storage import metrics as storage_metrics
 from eventsql_orchestration.store import Change
+from tests import waiting
 from tests.fixtures import SaidBy, Sessions
 from tests.forms import stored
 from tests.roles.conftest import As, as_, login, owner, prefix, shared_prefix, template
@@ -496,20 +498,22 @@ def test_each_shard_has_its_name_and_one_scrape_waits_for_all(
 ) -> None:
     dsns, latest, waits = databases(3), Readings.latest, list[float]()
 
-    def noted(readings: Readings[Any], seconds: float) -> Any:
+    def after_a_second(readings: Readings[Any], seconds: float) -> Any:
         waits.append(seconds)
-        return latest(readings, seconds)
+        return latest(readings, waiting.PATIENCE)
 
     def up(*given: str) -> dict[str, float]:
         with EventSQL(*given, transfer=False) as platform:
             samples = Scrape(PlatformCollector(platform)).samples
         return {each.labels["shard"]: each.value for each in samples if each.name == "eventsql_up"}
 
-    monkeypatch.setattr(Readings, "latest", noted)
+    monkeypatch.setattr(Readings, "latest", after_a_second)
+    clock = SimpleNamespace(monotonic=lambda: float(len(waits)))
+    monkeypatch.setattr("eventsql_orchestration.metrics.collector.time", clock)
     with EventSQL(*dsns, transfer=False) as platform:
         names = {str(shard.name): 1.0 for shard in platform.open().shards}
     assert up(*dsns) == names
-    assert max(waits) <= PATIENCE
+    assert waits == [PATIENCE, PATIENCE - 1, PATIENCE - 2]
     # A database has its figures although another shard of its set is not named.
     assert list(up(*dsns[:2]).values()) == [1, 1]
 
