@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from eventsql_orchestration.errors import ClosedError
-from eventsql_orchestration.threads import ThreadResult, Wake, after_commit, in_thread
+from eventsql_orchestration.threads import ThreadResult, Wake, after_commit, in_thread, others_alive, start_thread
 from tests.interrupting import interrupted
 from tests.waiting import PATIENCE
 
@@ -139,6 +139,16 @@ def test_a_wake_wakes_until_it_is_cleared() -> None:
     wake.clear()
     assert not wake.is_set()
     assert not wake.wait(0.0)
+
+
+def test_a_thread_is_not_among_the_others_that_are_alive() -> None:
+    """A handler may stop its own consumption, which then waits for the other handlers alone."""
+    wake = Wake()
+    threads = [threading.current_thread(), start_thread("waiting", wake.wait)]
+    assert others_alive(threads)
+    wake.set()
+    threads[1].join(PATIENCE)
+    assert not others_alive(threads)
 
 
 def test_the_caller_of_a_thread_gets_its_result_or_its_error() -> None:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -124,6 +125,15 @@ def test_a_child_finds_out_by_itself_whether_a_shard_is_down(databases: Database
 
 class Kept:
     """An object that a process keeps a list of."""
+
+
+def test_an_object_that_nothing_else_keeps_is_not_kept_for_the_processes_that_may_be_forked() -> None:
+    objects = ProcessSet[Kept]()
+    objects.add(Kept())
+    assert objects.all() == []
+    found = weakref.ref(objects)
+    del objects
+    assert found() is None
 
 
 def test_the_objects_of_a_process_are_read_while_a_thread_adds_others() -> None:
