@@ -13,7 +13,7 @@ import psycopg
 import pytest
 from airflow.sdk.exceptions import AirflowException, AirflowFailException, AirflowSkipException
 
-from eventsql_orchestration import Claim, Connection, Consumer, Event, EventSQL, Publication, Topic
+from eventsql_orchestration import Claim, Connection, Consumer, Event, EventSQL, Publication, Shard, Topic
 from eventsql_orchestration.airflow import EventSQLConsumeOperator, EventSQLHook, RunLimits, publish_output, topic_asset
 from eventsql_orchestration.airflow.claim_producer import ClaimEvent
 from eventsql_orchestration.airflow.local import connection_of
@@ -129,6 +129,16 @@ def test_a_retry_tells_of_an_event_that_failed_in_a_claim_without_a_run(rides: E
         operator(refusing).execute(context_of(payloads=[payload(first)]))
     with pytest.raises(AirflowException, match="nothing was consumed"):
         operator(refusing).execute(context_of(payloads=[payload(first)], try_number=2))
+
+
+def test_a_retry_leaves_the_events_of_a_partition_alone_that_another_run_had_last(rides: EventSQL) -> None:
+    publish(rides, 1, 0)
+    publish(rides, 1, 1)
+    mine, other = [claimed(rides, partition=partition) for partition in (0, 1)]
+    operator(claims=[payload(other)]).execute(context_of(run_id="other"))
+    publish(rides, 1, 1)
+    operator().execute(context_of(payloads=[payload(mine)], try_number=2))
+    assert effects(rides) == logged(rides)[:2]
 
 
 def test_the_second_run_for_a_claim_consumes_nothing(rides: EventSQL) -> None:
@@ -435,10 +445,22 @@ def take(_events: Sequence[Event], _connection: Connection) -> None:
     """Consume without an effect."""
 
 
-def test_a_run_by_hand_consumes_on_the_shard_that_is_up(shards: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
-    up = shards.shards[0]
-    given = connection_of([up.database.dsn, "postgresql://127.0.0.1:1/away"], "eventsql")
+@pytest.fixture
+def up(shards: EventSQL, monkeypatch: pytest.MonkeyPatch) -> Shard:
+    """One of the two shards. Airflow cannot reach the other."""
+    given = connection_of([shards.shards[0].database.dsn, "postgresql://127.0.0.1:1/away"], "eventsql")
     monkeypatch.setenv("AIRFLOW_CONN_EVENTSQL_DEFAULT", given)
+    return shards.shards[0]
+
+
+def test_a_run_for_a_claim_succeeds_though_another_shard_is_down(up: Shard) -> None:
+    claim = up.claims.claim("rides", "billing", owner=AIRFLOW_TRIGGER, max_wait=0.0)
+    assert isinstance(claim, Claim)
+    result = operator(take).execute(context_of(payloads=[{**payload(claim), "shard": up.name}]))
+    assert [(each["shard"], each["claim"]) for each in result["ranges"]] == [(up.name, claim.id)]
+
+
+def test_a_run_by_hand_consumes_on_the_shard_that_is_up(up: Shard) -> None:
     result = operator(take).execute(context_of())
     assert [(each["shard"], each["upto"]) for each in result["ranges"]] == [(up.name, up.reader.end("rides"))]
     with pytest.raises(AirflowSkipException, match=r"events are left on .*, which cannot be reached"):
