@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import datetime
+from typing import Any
 
 import psycopg
 import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
@@ -425,6 +426,20 @@ def test_a_publication_that_ends_while_it_is_looked_at_is_treated_by_its_outcome
     assert events_of(platform) == (list(range(FEW)) if outcome == "decided" else [])
 
 
+def test_a_publication_is_not_given_up_right_after_its_announcement(
+    platform: EventSQL, dsns: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decisions, announce = decisions_of(platform), TwoPhaseParticipant.announce
+
+    def announce_and_look(*given: Any) -> None:
+        announce(*given)
+        assert [left.decided for left in decisions.finish()] == [False]
+
+    monkeypatch.setattr(TwoPhaseParticipant, "announce", announce_and_look)
+    assert publish(dsns, 0, FEW)
+    assert events_of(platform) == list(range(FEW))
+
+
 def test_a_publication_that_begins_or_ends_between_two_looks_is_left_alone(
     platform: EventSQL, dsns: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -560,6 +575,16 @@ def test_a_write_deletes_what_dead_attempts_have_staged_on_every_shard(platform:
     assert [count(dsn, "spark_staged_event") for dsn in dsns] == [0, 0, 0]
 
 
+def test_a_write_forgets_the_parts_that_were_published_more_than_a_day_ago(platform: EventSQL, dsns: list[str]) -> None:
+    assert publish(dsns, 0, FEW)
+    for dsn, age in zip(dsns[1:], ("23 hours", "25 hours"), strict=True):
+        with psycopg.connect(dsn) as connection:
+            connection.execute("UPDATE eventsql.spark_part SET eql_published_at = now() - %s::interval", [age])
+    with Publications(source_of(dsns)) as publications:
+        assert publications.publish("hourly", 0, [])
+    assert [count(dsn, "spark_part") for dsn in dsns] == [0, 1, 0]
+
+
 def test_a_sweep_takes_no_part_that_is_being_prepared(
     platform: EventSQL, dsns: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -592,6 +617,25 @@ def test_a_session_that_is_ended_at_a_commit_leaves_all_or_nothing(
         assert publish(dsns, 0, FEW)
     else:
         assert outcome is True, "the same write publishes what was decided"
+    assert events_of(platform) == list(range(FEW))
+    check_nothing_is_left(dsns)
+
+
+@pytest.mark.parametrize(
+    ("shard", "statement"), [(0, "INSERT ON eventsql.spark_publication"), (1, "UPDATE ON eventsql.spark_part")]
+)
+def test_a_write_that_cannot_ask_whether_it_is_decided_fails_and_the_next_one_finds_out(
+    platform: EventSQL, dsns: list[str], monkeypatch: pytest.MonkeyPatch, shard: int, statement: str
+) -> None:
+    def unreachable(*_: object, **_options: object) -> bool:
+        raise DatabaseUnavailableError("it is down")
+
+    monkeypatch.setattr(TwoPhaseParticipant, "give_up", unreachable)
+    with writing(dsns, shard, statement, at_commit=True) as write:
+        write.stop.end_session()
+    assert isinstance(write.outcome, DatabaseUnavailableError)
+    monkeypatch.undo()
+    assert publish(dsns, 0, FEW) == (shard == 0)
     assert events_of(platform) == list(range(FEW))
     check_nothing_is_left(dsns)
 
