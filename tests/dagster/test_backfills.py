@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, ExitStack
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
 import dagster as dg
 import pytest
@@ -70,13 +71,18 @@ def job_of(bench: Workbench, definition: BackfillDefinition, job: str | None = N
 
 
 def replay(
-    bench: Workbench, definition: BackfillDefinition, key: str, *, max_failures: int | None = None
+    bench: Workbench,
+    definition: BackfillDefinition,
+    key: str,
+    *,
+    max_failures: int | None = None,
+    run_id: str | None = None,
 ) -> dg.ExecuteInProcessResult:
     """The run of one partition key."""
     assert definition.partitions.name is not None
     bench.instance.add_dynamic_partitions(definition.partitions.name, [key])
     return job_of(bench, definition).execute_in_process(
-        instance=bench.instance, partition_key=key, raise_on_error=False,
+        instance=bench.instance, partition_key=key, raise_on_error=False, run_id=run_id,
         run_config=DagsterJob(definition.job.name, (), definition.partitions.name, "", "").config(max_failures),
     )  # fmt: skip
 
@@ -619,6 +625,23 @@ def test_a_run_does_not_wait_for_the_lease_of_an_ended_run(bench: Workbench, bac
     )
     bench.platform.claims.claim("orders", name, owner=f"run {ended.run_id}", lease=3_600.0)
     assert replay(bench, location.fragile_backfill, plan.runs[0].key("one")).success
+    assert bench.effects() == ids
+
+
+def test_a_run_that_is_resumed_does_not_wait_for_its_own_lease(
+    bench: Workbench, backfills: Backfills, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = bench.publish("orders", 5)
+    plan = everything(backfills, "fragile")
+    (name,) = backfills.register(plan, "one").names
+    run_id = str(uuid4())
+    bench.platform.claims.claim("orders", name, owner=f"run {run_id}", lease=3_600.0)
+
+    def waits(_replay: object, reason: str) -> None:
+        raise AssertionError(reason)
+
+    monkeypatch.setattr(replay_module.WindowReplay, "_wait", waits)
+    assert replay(bench, location.fragile_backfill, plan.runs[0].key("one"), run_id=run_id).success
     assert bench.effects() == ids
 
 

@@ -231,6 +231,8 @@ def _replay(
     try:
         with without_retries():
             try:
+                # A run that is resumed does not wait for the lease of its own claim.
+                replay.take_back()
                 backfill = replay.run(lambda owner: _has_ended(context.instance, owner))
             except WindowGoneError:
                 if not replay.is_finished() and not _was_replayed(context, of):
