@@ -8,6 +8,8 @@ from typing import Any
 
 import dagster as dg
 import pytest
+from dagster._core.definitions.job_base import InMemoryJob
+from dagster._core.execution.api import execute_run
 
 from eventsql_orchestration import Event, Topic
 from eventsql_orchestration.consuming.claims import Claim, Claims
@@ -16,12 +18,15 @@ from eventsql_orchestration.dagster import (
     ConsumerDefinition,
     EventSQLIOManager,
     EventSQLResource,
+    RunLimits,
     consumer_asset,
     topic_key,
 )
+from eventsql_orchestration.dagster.consumers.reexecution import FROM_FAILURE_TAG, RETRY_NUMBER_TAG
 from eventsql_orchestration.dagster.local.instance import instance_config
 from eventsql_orchestration.dagster.metadata_keys import PUBLISHED_FIRST, PUBLISHED_LAST
-from eventsql_orchestration.errors import DatabaseUnavailableError
+from eventsql_orchestration.errors import ClaimLostError, DatabaseUnavailableError
+from eventsql_orchestration.orchestration.owners import owner_of_run
 from tests.dagster.conftest import Workbench, registering
 from tests.dagster.location import AT_ONCE, cut_off, record
 from tests.dagster.test_ranges import SUMS, sums, total
@@ -30,10 +35,13 @@ from tests.dagster.test_ranges import define as define_range
 RETRIES = dg.RetryPolicy(max_retries=2)
 
 
-def steadily(function: Callable[..., Any] = record, *, batch: int = 1_000) -> ConsumerDefinition:
+def steadily(
+    function: Callable[..., Any] = record, *, batch: int = 1_000, limits: RunLimits = AT_ONCE,
+    retries: dg.RetryPolicy | None = RETRIES,
+) -> ConsumerDefinition:  # fmt: skip
     return consumer_asset(
         topic=Topic("rides", 2), consumer="steady", name="steady", batch=batch,
-        limits=AT_ONCE, options=AssetOptions(retry_policy=RETRIES),
+        limits=limits, options=AssetOptions(retry_policy=retries),
     )(function)  # fmt: skip
 
 
@@ -84,7 +92,7 @@ def test_a_range_is_tried_again_where_the_database_was_away(bench: Workbench) ->
 
 
 def test_a_step_reads_what_each_attempt_of_the_step_before_it_has_published(bench: Workbench) -> None:
-    """The database is away in the second range of the first attempt, whose claim the second attempt leaves alone."""
+    """The database is away in the second range of the first attempt, whose claim the second attempt takes over."""
     ranges = itertools.count()
     loaded: list[list[bytes]] = []
 
@@ -110,7 +118,93 @@ def test_a_step_reads_what_each_attempt_of_the_step_before_it_has_published(benc
         resources={"eventsql": bench.eventsql, "events": EventSQLIOManager(eventsql=bench.eventsql)},
     )  # fmt: skip
     assert restarts(result) == 1
-    assert loaded == [[b"2"]]
+    assert loaded == [[b"2", b"2"]]
+
+
+# A later attempt, and the claim that an earlier attempt has left
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"partition": -1}, {"partition": -1, "succeeds": "a run that has ended"}],
+    ids=["every partition", "one partition", "as a successor"],
+)
+def test_a_run_without_a_claim_in_its_config_goes_on_with_the_claim_of_its_first_attempt(
+    bench: Workbench, config: dict[str, Any]
+) -> None:
+    ids = bench.publish("rides", 6)
+    request = dg.RunRequest(run_config={"ops": {"steady": {"config": config}}})
+    result = bench.run(steadily(cut_off(2), batch=2), request)
+    assert result.success
+    assert restarts(result) == 1
+    assert bench.effects() == ids
+
+
+def test_a_run_goes_on_with_the_last_claim_of_its_first_attempt(bench: Workbench) -> None:
+    """The claim that it was requested for is committed."""
+    definition = steadily(cut_off(2), limits=RunLimits(max_events=2, max_wait=0.0, drain_idle=0.0, drain_seconds=3_600))
+    ids = bench.publish("rides", 4)
+    result = bench.run(definition, bench.request(definition))
+    assert result.success
+    assert restarts(result) == 1
+    assert bench.effects() == ids
+
+
+def again(bench: Workbench, parent: str, **tags: str) -> dg.JobExecutionResult:
+    """A run that executes a run again that was launched by hand."""
+    job = bench.job(steady)
+    run = bench.instance.create_run_for_job(job, parent_run_id=parent, root_run_id=parent, tags=tags)
+    return execute_run(InMemoryJob(job), run, bench.instance)
+
+
+@pytest.mark.parametrize("tags", [{}, {FROM_FAILURE_TAG: "true"}, {RETRY_NUMBER_TAG: "1"}])
+def test_a_run_that_is_executed_again_goes_on_with_the_claim_that_it_has_left(
+    bench: Workbench, tags: dict[str, str]
+) -> None:
+    ids = bench.publish("rides", 6)
+    failed = bench.run(steadily(cut_off(2), batch=2, retries=None))
+    assert not failed.success
+    assert again(bench, failed.run_id, **tags).success
+    assert bench.effects() == ids
+
+
+def test_a_run_leaves_the_claim_of_a_run_alone_that_is_executed_again_and_has_not_ended(bench: Workbench) -> None:
+    bench.publish("rides", 6)
+    alive = bench.requested(steady, dg.RunRequest(), dg.DagsterRunStatus.STARTED)
+    claim = bench.platform.claims.claim("rides", "steady", owner=owner_of_run(alive))
+    assert isinstance(claim, Claim)
+    result = again(bench, alive)
+    assert result.success
+    bench.platform.claims.renew(claim)
+    assert f"run {alive} leases the partition" in notes(bench, result)
+
+
+def notes(bench: Workbench, result: dg.JobExecutionResult) -> str:
+    """The note of the only materialization of a run."""
+    (entry,) = bench.instance.all_logs(result.run_id, of_type=dg.DagsterEventType.ASSET_MATERIALIZATION)
+    assert entry.asset_materialization is not None
+    return str(entry.asset_materialization.metadata["note"].value)
+
+
+def test_a_run_that_is_resumed_takes_its_claim_from_the_process_that_seemed_dead(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = bench.publish("rides", 6)
+    job = bench.job(steady)
+    run = bench.instance.create_run_for_job(job)
+    claims, adopt = bench.platform.claims, Claims.adopt
+    first = claims.claim("rides", "steady", owner=owner_of_run(run.run_id))
+    assert isinstance(first, Claim)
+
+    def wake(self: Claims, *args: Any, **options: Any) -> Claim:
+        taken = adopt(self, *args, **options)
+        with pytest.raises(ClaimLostError):
+            claims.process(first, record)
+        return taken
+
+    monkeypatch.setattr(Claims, "adopt", wake)
+    assert execute_run(InMemoryJob(job), run, bench.instance).success
+    assert bench.effects() == ids
 
 
 @pytest.mark.parametrize("policy", [RETRIES, None])

@@ -324,6 +324,24 @@ def test_a_run_launched_by_hand_ends_with_the_first_shard_on_which_an_event_fail
     assert sum(state.attempts for state in states) == 1
 
 
+def test_a_run_goes_on_with_the_claims_of_its_first_attempt_on_every_shard(shards: dict[str, Workbench]) -> None:
+    cut = iter([True, True])
+
+    def unlucky(events: Any, connection: Any) -> None:
+        record(events, connection)
+        if next(cut, False):
+            connection.execute("SELECT pg_terminate_backend(pg_backend_pid())")
+
+    definition = consumer_asset(
+        topic=ORDERS, consumer="ledger", partitioned=True, name="ledger", limits=AT_ONCE,
+        options=AssetOptions(retry_policy=dg.RetryPolicy()),
+    )(unlucky)  # fmt: skip
+    ids = {name: bench.publish("orders", 2, partition=0) for name, bench in shards.items()}
+    assert shards[ONE].run(definition).success
+    for name, bench in shards.items():
+        assert bench.effects() == ids[name]
+
+
 def test_consumers_that_share_runs_have_one_at_a_time_on_each_shard(
     eventsql: EventSQLResource, shards: dict[str, Workbench]
 ) -> None:

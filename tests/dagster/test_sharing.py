@@ -29,7 +29,7 @@ from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.orchestration.owners import owner_of_run
 from eventsql_orchestration.orchestration.trace.tracer import Tracer
 from tests.dagster.conftest import Workbench, registering, request_of
-from tests.dagster.location import record
+from tests.dagster.location import cut_off, record
 
 RIDES, TRIPS = Topic("rides"), Topic("trips", 2)
 
@@ -46,12 +46,11 @@ def define(
     first: Callable[..., Any] = recording, second: Callable[..., Any] = recording
 ) -> tuple[ConsumerDefinition, ...]:
     limits = RunLimits(max_wait=0.0, drain_seconds=3600.0, drain_idle=3600.0)
+    options = AssetOptions(tags={"team": "rides"}, retry_policy=dg.RetryPolicy())
     return share_runs(
         "consume_together",
         [
-            consumer_asset(
-                topic=RIDES, consumer="first", name="first", limits=limits, options=AssetOptions(tags={"team": "rides"})
-            )(first),
+            consumer_asset(topic=RIDES, consumer="first", name="first", limits=limits, options=options)(first),
             consumer_asset(topic=TRIPS, consumer="second", name="second", partitioned=True, limits=limits)(second),
         ],
     )
@@ -192,6 +191,17 @@ def test_a_consumer_that_fails_keeps_no_other_from_its_turn(bench: Workbench) ->
     assert bench.effects() == ids
     bench.prolong_pause(definitions[0])
     assert "is retried in" in tick(bench, definitions)
+
+
+def test_a_consumer_of_a_shared_run_goes_on_with_the_claim_of_its_first_attempt(bench: Workbench) -> None:
+    """The run was requested for a claim of the other consumer."""
+    definitions = define(first=cut_off(1))
+    bench.publish("trips", 2, partition=0)
+    requested = request(bench, definitions)
+    bench.publish("rides", 3)
+    result = execute(bench, definitions, requested)
+    assert result.success
+    assert materialized(result) == {"first": 3, "second": 2}
 
 
 def shared_job() -> dg.JobDefinition:

@@ -11,7 +11,7 @@ from typing import Any, Final
 import dagster as dg
 
 from eventsql_orchestration import Consumer, Shard, Topic
-from eventsql_orchestration.consuming.claims import Claim
+from eventsql_orchestration.consuming.claims import Claim, NoClaim
 from eventsql_orchestration.dagster.consumers.asset_lag import AssetLag
 from eventsql_orchestration.dagster.consumers.claim_runs import is_another_claim
 from eventsql_orchestration.dagster.consumers.definition import ClaimConfig, Computation
@@ -183,7 +183,7 @@ class _OnShard:
             return
 
         try:
-            claim = draining.take_over(claim_id)
+            claim = self._take_over(claim_id)
         except ClaimLostError as error:
             drained.note = str(error)
             self._come_too_late(claim_id)
@@ -196,21 +196,63 @@ class _OnShard:
 
     def _consume_waiting(self) -> None:
         """Consume the waiting events of one partition, or of each partition of the consumer."""
-        context, config, draining = self.context, self.config, self.draining
-        for partition in draining.partitions() if config.partition is None else (config.partition,):
-            if config.succeeds is None:
-                found = draining.claim(partition)
-            else:
-                is_over = partial(_is_over, context, config.succeeds)
-                found = draining.succeed(config.succeeds, partition, is_over=is_over)
+        context, draining = self.context, self.draining
+        for partition in draining.partitions() if self.config.partition is None else (self.config.partition,):
+            found = self._left_claim(partition) or self._claim(partition)
             if isinstance(found, Claim):
                 draining.run(found)
             else:
                 on = "" if draining.shard.name is None else f" on shard {draining.shard.name!r}"
                 place = partition_label(draining.consumer.topic, partition)
                 context.log.info("nothing to consume of topic %s%s: %s", place, on, found.reason)
+                if found.waiting is None:
+                    # Another owner has the partition, or it has to wait. Events may be left there.
+                    draining.drained.note = f"topic {place}{on}: {found.reason}"
             if draining.drained.over:
                 return
+
+    def _claim(self, partition: int) -> Claim | NoClaim:
+        """Claim the waiting events of a partition, or take the partition over from the run that drains it."""
+        run_id = self.config.succeeds
+        if run_id is None:
+            return self.draining.claim(partition)
+        return self.draining.succeed(run_id, partition, is_over=partial(_is_over, self.context, run_id))
+
+    def _take_over(self, claim_id: int) -> Claim:
+        """Take over the claim that the run was requested for, or the later claim that an earlier attempt has left.
+
+        Raises `ClaimLostError`.
+        """
+        try:
+            return self.draining.take_over(claim_id)
+        except ClaimLostError:
+            committed = self._committed(claim_id)
+            left = None if committed is None else self._left_claim(committed.range.partition)
+            if left is None:
+                raise
+            return left
+
+    def _left_claim(self, partition: int) -> Claim | None:
+        """Take over the live claim that an earlier attempt has left in a partition; None if there is no such claim.
+
+        The attempt was of this run, or of a run that this run executes again. Its lease may last, but it is over: the
+        claim gets a new epoch, so that a process that only seemed dead cannot commit it.
+        """
+        draining = self.draining
+        live = draining.shard.claims.live(draining.consumer.topic, draining.consumer.name, partition)
+        if live is None or not self._is_earlier_attempt(live.owner):
+            return None
+        # A tick may have claimed the partition since.
+        with suppress(ClaimLostError):
+            return draining.take_over(live.id, previous=live.owner)
+        return None
+
+    def _is_earlier_attempt(self, owner: str) -> bool:
+        """Whether an owner of claims is this run, or an ended run that this run executes again."""
+        if owner == self.draining.owner:
+            return True
+        executed = ancestors(self.context.run, self.context.instance)
+        return any(owner == owner_of_run(run_id) and _is_over(self.context, run_id) for run_id in executed)
 
     @contextmanager
     def _keeping(self, claim_id: int) -> Iterator[None]:
