@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from eventsql_orchestration import NOT_PARTITIONED, Event, Shard
@@ -59,7 +59,6 @@ class BatchConsumer:
     lease: float
     tracebacks: Tracebacks
     max_dead_letters: int | None = None
-    _warned: bool = field(default=False, init=False)
 
     def __call__(self, claim: Claim) -> BatchResult:
         """Process the rest of `claim`. Raises `ClaimLostError`."""
@@ -106,13 +105,9 @@ class BatchConsumer:
         except errors_of_handler() as error:
             self.tracebacks.show(error)
             raise
-        if returned is not None and not self._warned:
-            self._warned = True
-            self.tracebacks.log.warning(
-                "nothing uses the %s that the function returned: a function of batches returns None, and a function of "
-                "whole claims may return metadata",
-                type(returned).__name__,
-            )
+        self.tracebacks.show_unused(
+            returned, "a function of batches returns None, and a function of whole claims may return metadata"
+        )
         return returned
 
 

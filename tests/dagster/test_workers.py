@@ -593,6 +593,19 @@ def test_a_topic_for_answers_can_be_given_by_its_name_and_is_not_created(work: W
     assert work.bench.platform.buffered() == {"answers": 1}
 
 
+def test_a_run_warns_once_of_results_that_nothing_uses(work: Work) -> None:
+    def count(messages: Sequence[Message], connection: Connection) -> dict[str, int]:
+        write(messages, connection)
+        return {"messages": len(messages)}
+
+    ids = work.send(3)
+    result = work.run(worker(count, limits=replace(LIMITS, batch=1)))
+    assert result.success
+    assert sorted(work.bench.effects()) == ids
+    warnings = [each for each in work.bench.instance.all_logs(result.run_id) if each.level == logging.WARNING]
+    assert ["dict" in each.user_message for each in warnings] == [True]
+
+
 @pytest.mark.parametrize(
     ("publishes", "returned"),
     [

@@ -29,6 +29,7 @@ from eventsql_orchestration.dagster.translator import EventSQLTranslator, transl
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.orchestration.limits import WorkLimits
 from eventsql_orchestration.orchestration.queue_work import QueueRun, WorkedOff
+from eventsql_orchestration.orchestration.tracebacks import Tracebacks
 from eventsql_orchestration.queue import Message, Queue, QueueDefinition, QueueOptions
 from eventsql_orchestration.queue.options import checked_options
 from eventsql_orchestration.queue.worker import Backoff, exponential
@@ -136,8 +137,9 @@ def worker_asset(
     the queue's `max_receives`. The run goes on with the other messages, and fails at its end. Heartbeats keep the
     messages from other receivers while the function works.
 
-    With `publishes`, the function returns publications for these topics, or None. They are published in the transaction
-    that acknowledges the messages, with the run in their metadata, and the topics become assets of the same run.
+    The function returns None: anything else is dropped with a warning. With `publishes`, it returns publications for
+    these topics, or None. They are published in the transaction that acknowledges the messages, with the run in their
+    metadata, and the topics become assets of the same run.
 
     The job `register` creates the queue and each topic that is given as a `Topic`, and gives an existing queue the
     `queue_options` that are set. A topic that is given by its name has to exist. A sensor requests a run if messages
@@ -246,10 +248,17 @@ class _Step:
         eventsql: EventSQLResource = resources[RESOURCE_KEY]
         require_queue(eventsql.platform, self.queue)
         source = eventsql.platform if shard is None else eventsql.shard(shard)
-        call = partial(self.user, resources, context=context)
+        call, tracebacks = partial(self.user, resources, context=context), Tracebacks(context.log)
 
         def handle(messages: Sequence[Message], connection: Connection) -> Mapping[str, int]:
-            return self._publish(context, eventsql, call(messages=messages, connection=connection), connection)
+            returned = call(messages=messages, connection=connection)
+            if self.publishes:
+                return self._publish(context, eventsql, returned, connection)
+            check_returned(returned)
+            tracebacks.show_unused(
+                returned, "a worker returns None, or publications for the topics that it `publishes`"
+            )
+            return {}
 
         run = QueueRun(
             Queue(source, self.queue, ordered=self.options.ordered), handle, self.limits, self.backoff, context.log,
@@ -271,9 +280,6 @@ class _Step:
         self, context: dg.AssetExecutionContext, eventsql: EventSQLResource, returned: object, connection: Connection
     ) -> Mapping[str, int]:
         """Publish what the function returned. Gives the number of events of each topic."""
-        if not self.publishes:
-            check_returned(returned)
-            return {}
         check_ran(returned)
         publications = [] if returned is None else returned
         if not isinstance(publications, Sequence) or isinstance(publications, str | bytes):
