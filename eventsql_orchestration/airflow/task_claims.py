@@ -13,7 +13,7 @@ from eventsql_orchestration import NOT_PARTITIONED, Consumer, Shard
 from eventsql_orchestration.airflow.claim_producer import ClaimEvent
 from eventsql_orchestration.airflow.hook import EventSQLHook
 from eventsql_orchestration.consuming.claims import Claim, NoClaim
-from eventsql_orchestration.errors import ClaimLostError, ConsumerNotFoundError, DatabaseUnavailableError
+from eventsql_orchestration.errors import ClaimLostError, DatabaseUnavailableError
 from eventsql_orchestration.orchestration.drain import Consume, Drained, Draining
 from eventsql_orchestration.orchestration.errors import FinalRunError
 from eventsql_orchestration.orchestration.limits import RunLimits
@@ -143,12 +143,8 @@ class TaskClaims:
     def _consume(self, draining: Draining, partition: int, event: ClaimEvent | None = None) -> None:
         """Take over the claim that triggered the run, or a claim that waits for its run, or claim waiting events."""
         found: Claim | NoClaim | None = None if event is None else self._requested_claim(draining, event)
-        try:
-            found = found or self._live_claim(draining, partition) or draining.claim(partition)
-        except ConsumerNotFoundError:
-            if partition == self.partition or partition in draining.partitions():
-                raise
-            found = NoClaim(f"the topic has no partition {partition} any more", waiting=0)
+        named = partition == self.partition
+        found = found or self._live_claim(draining, partition) or draining.claim(partition, named=named)
         if isinstance(found, Claim):
             self._run(draining, found)
             return

@@ -12,7 +12,7 @@ from eventsql_orchestration import Consumer, Shard
 from eventsql_orchestration.consuming.batch import BatchResult
 from eventsql_orchestration.consuming.claims import Claim, NoClaim
 from eventsql_orchestration.consuming.failures import Failure
-from eventsql_orchestration.errors import ClaimLostError
+from eventsql_orchestration.errors import ClaimLostError, ConsumerNotFoundError
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX
 from eventsql_orchestration.orchestration.limits import RunLimits
 from eventsql_orchestration.validation import advised
@@ -123,20 +123,29 @@ class Draining:
         """The partitions that the consumer has now. Raises `ConsumerNotFoundError`."""
         return [state.partition for state in self.shard.registry.consumer(self.consumer.topic, self.consumer.name)]
 
-    def claim(self, partition: int) -> Claim | NoClaim:
-        """Claim all waiting events, even a single one."""
-        return self._claim(partition, most=self.limits.max_events, min_events=1)
+    def claim(self, partition: int, *, named: bool = False) -> Claim | NoClaim:
+        """Claim all waiting events, even a single one.
+
+        With `named`, a person has named the partition: raises `ConsumerNotFoundError` if the topic does not have it.
+        """
+        return self._claim(partition, most=self.limits.max_events, min_events=1, named=named)
 
     def _claim_if_due(self, partition: int, *, most: int) -> Claim | NoClaim:
         """Claim as a sensor does: if enough events wait, or if events have waited long enough."""
         return self._claim(partition, most=most, min_events=self.limits.min_events)
 
-    def _claim(self, partition: int, *, most: int, min_events: int) -> Claim | NoClaim:
-        found = self.shard.claims.claim(
-            self.consumer.topic, self.consumer.name, partition,
-            owner=self.owner, min_events=min_events, max_events=most, max_wait=self.limits.max_wait,
-            lease=self.limits.lease,
-        )  # fmt: skip
+    def _claim(self, partition: int, *, most: int, min_events: int, named: bool = False) -> Claim | NoClaim:
+        try:
+            found = self.shard.claims.claim(
+                self.consumer.topic, self.consumer.name, partition,
+                owner=self.owner, min_events=min_events, max_events=most, max_wait=self.limits.max_wait,
+                lease=self.limits.lease,
+            )  # fmt: skip
+        except ConsumerNotFoundError:
+            # The topic has fewer partitions now, and the consumer has entered that layout since the partition was read.
+            if named or partition in self.partitions():
+                raise
+            return NoClaim(f"the topic has no partition {partition} any more", waiting=0)
         return self._mine(found) if isinstance(found, Claim) else found
 
     def run(self, claim: Claim) -> None:

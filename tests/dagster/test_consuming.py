@@ -14,7 +14,7 @@ import dagster as dg
 import pytest
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Topic
-from eventsql_orchestration.consuming.claims import Claim
+from eventsql_orchestration.consuming.claims import Claim, Claims
 from eventsql_orchestration.consuming.lag import LagReader
 from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, RunLimits, consumer_asset
 from eventsql_orchestration.dagster.consumers import handover
@@ -379,6 +379,69 @@ def test_a_run_that_is_launched_by_hand_leaves_a_leased_partition_alone(bench: W
     bench.request(definition)
     assert metadata(bench.run(definition), definition.key)["events"] == 0
     assert bench.effects() == []
+
+
+# A partition that a repartitioned topic does not have any more
+
+
+def enter(bench: Workbench, partitions: int) -> None:
+    """Give the topic of `ledger` fewer partitions, and let the consumer enter that layout."""
+    assert bench.platform.repartitioner.repartition("orders", partitions) is not None
+    bench.platform.consumers.consume_once("orders", "ledger", record, partition=0)
+    assert len(bench.platform.registry.consumer("orders", "ledger")) == partitions
+
+
+def on_partition(**config: Any) -> dg.RunRequest:
+    return dg.RunRequest(run_config={"ops": {"ledger": {"config": {"partition": 1, **config}}}})
+
+
+def test_a_run_that_drains_a_partition_which_the_topic_loses_succeeds(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    definition = consumer_asset(
+        topic=ledger.topic, consumer="ledger", partitioned=True, name="ledger", sensor="consumer",
+        limits=RunLimits(max_wait=0.0, drain_seconds=3_600.0, drain_idle=0.0),
+    )(record)  # fmt: skip
+    ids = bench.publish("orders", 2, partition=1)
+    requested = bench.request(definition)
+    claim = Claims.claim
+
+    def late(self: Claims, *args: Any, **options: Any) -> Any:
+        monkeypatch.setattr(Claims, "claim", claim)
+        enter(bench, 1)
+        return claim(self, *args, **options)
+
+    monkeypatch.setattr(Claims, "claim", late)
+    assert bench.run(definition, requested).success
+    assert bench.effects() == ids
+
+
+def test_a_run_that_takes_over_a_partition_which_the_topic_has_lost_succeeds(bench: Workbench) -> None:
+    enter(bench, 1)
+    assert bench.run(ledger, on_partition(succeeds="a run that has ended")).success
+
+
+def test_a_run_that_is_launched_by_hand_for_a_partition_which_the_topic_has_lost_fails(bench: Workbench) -> None:
+    enter(bench, 1)
+    assert not bench.run(ledger, on_partition()).success
+
+
+def test_a_run_that_is_launched_by_hand_goes_on_with_the_partitions_that_are_left(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    partitions = drain.Draining.partitions
+
+    def outdated(self: drain.Draining) -> list[int]:
+        monkeypatch.setattr(drain.Draining, "partitions", partitions)
+        read = partitions(self)
+        enter(bench, 1)
+        ids.extend(bench.publish("orders", 2))
+        return sorted(read, reverse=True)
+
+    ids: list[int] = []
+    monkeypatch.setattr(drain.Draining, "partitions", outdated)
+    assert bench.run(ledger).success
+    assert bench.effects() == ids != []
 
 
 def test_a_function_may_take_the_context_and_resources(bench: Workbench) -> None:

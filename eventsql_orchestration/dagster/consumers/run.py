@@ -215,7 +215,7 @@ class _OnShard:
         """Claim the waiting events of a partition, or take the partition over from the run that drains it."""
         run_id = self.config.succeeds
         if run_id is None:
-            return self.draining.claim(partition)
+            return self.draining.claim(partition, named=self.config.partition is not None)
         return self.draining.succeed(run_id, partition, is_over=partial(_is_over, self.context, run_id))
 
     def _take_over(self, claim_id: int) -> Claim:
