@@ -136,6 +136,7 @@ _OF_TLS: Final = ("certificate ", "private key", "SSL error:", "not support SSL"
 """Words of libpq for a server that runs: a file of TLS, a certificate or the server's TLS is wrong or missing."""
 
 _QUESTIONS: Final = {
+    "no password supplied": "does the URL have the password?",
     "password": "are the user and the password in the URL right?",
     "does not exist": "are the user and the database in the URL right?",
     "pg_hba.conf": "does the server let this user in from this machine?",
@@ -154,8 +155,9 @@ def is_of_tls(message: str) -> bool:
 
 
 def _unreachable(detail: str) -> str:
-    # libpq gives no SQLSTATE for a connection that failed. A server that answers says FATAL, and why.
-    if refused := detail.partition("FATAL:")[2].strip():
+    # libpq gives no SQLSTATE for a connection that failed. A server that answers says FATAL, and why. If it asks for a
+    # password, libpq itself says that it has none.
+    if refused := (detail.partition("FATAL:")[2] or detail.partition("fe_sendauth:")[2]).strip():
         question = next((question for word, question in _QUESTIONS.items() if word in refused), None)
         if has_no_slot(refused):
             question = MORE_CONNECTIONS

@@ -817,6 +817,16 @@ def test_a_database_that_cannot_be_reached_says_where_and_why_on_one_line_and_no
             assert ("refused the connection" in caught.value.message) == refused
 
 
+def test_a_server_that_asks_for_a_password_the_url_lacks_has_refused_the_connection(
+    dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PGPASSFILE", os.devnull)
+    info = psycopg.conninfo.conninfo_to_dict(dsn)
+    without = f"postgresql://eventsql@{info['host']}:{info['port']}/{info['dbname']}"
+    with Database(without) as database, pytest.raises(DatabaseUnavailableError, match="refused the connection"):
+        database.ensure_schema()
+
+
 def test_a_process_without_a_free_file_descriptor_raises_an_error_of_the_package(
     dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
