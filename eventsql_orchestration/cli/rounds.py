@@ -44,12 +44,16 @@ _SHOWN_PARTITIONS: Final = 10
 
 
 class _Steps(Progress):
-    """Without a terminal, rich shows the steps only at the end of the command: a line says when each begins."""
+    """Without a terminal, rich shows the steps only when they stop, and ends a line: a line says when each begins."""
 
     def add_task(self, description: str, *more: Any, **fields: Any) -> TaskID:
         if not self.console.is_terminal:
             say(description)
         return super().add_task(description, *more, **fields)
+
+    def stop(self) -> None:
+        if self.live.is_started:
+            super().stop()
 
 
 def steps_shown() -> Progress:

@@ -55,6 +55,13 @@ def test_without_a_terminal_a_line_says_when_a_step_begins(capsys: pytest.Captur
         assert capsys.readouterr().err == "eventsql: Job register\n"
 
 
+def test_steps_that_have_stopped_add_no_empty_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with rounds.steps_shown() as progress:
+        progress.stop()
+        stopped = capsys.readouterr().err
+    assert capsys.readouterr().err == "", stopped
+
+
 def test_spark_reads_the_settings_for_short_sessions_from_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
