@@ -33,6 +33,11 @@ def embedded_server(settings: Settings) -> EmbeddedPostgres:
     return lazy.EmbeddedPostgres(settings.home / "postgres")
 
 
+def how_begun(embedded: EmbeddedPostgres) -> str:
+    """The words for a start of the server. A new, empty server is named as such: the directory may be a wrong one."""
+    return "started" if embedded.directory.is_dir() else "made and started"
+
+
 def resolve_dsn(settings: Settings) -> str:
     """The URL of the database to use, password included.
 
@@ -45,15 +50,15 @@ def resolve_dsn(settings: Settings) -> str:
         )
     if settings.dsns:
         return settings.dsns[0]
-    unnamed = f"no --dsn, EVENTSQL_DSN or {lazy.SETTINGS_FILE} names a database"
     embedded = embedded_server(settings)
+    unnamed, begun = f"no --dsn, EVENTSQL_DSN or {lazy.SETTINGS_FILE} names a database", how_begun(embedded)
     try:
         running = embedded.status()
         server = running or embedded.start()
     except (EmbeddedServerError, MissingExtraError) as error:
         error.args = (f"{unnamed}, and {error.message}",)
         raise
-    used = "using" if running else "started"
+    used = "using" if running else begun
     say(f"{unnamed}: {used} the embedded server of {settings.home} (127.0.0.1:{server.port})")
     return server.dsn
 

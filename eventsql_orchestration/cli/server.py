@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from eventsql_orchestration.cli.context import CliContext, embedded_server
+from eventsql_orchestration.cli.context import CliContext, embedded_server, how_begun
 from eventsql_orchestration.cli.output import say, write, write_json
 from eventsql_orchestration.cli.parameters import AsJson, command
 from eventsql_orchestration.cli.tables import show_fields
@@ -74,6 +74,6 @@ def stop(context: CliContext) -> None:
 
 
 def _start(embedded: EmbeddedPostgres) -> EmbeddedServer:
-    running = embedded.start()
-    say(f"started the embedded server of {embedded.directory} (127.0.0.1:{running.port})")
+    begun, running = how_begun(embedded), embedded.start()
+    say(f"{begun} the embedded server of {embedded.directory} (127.0.0.1:{running.port})")
     return running

@@ -141,7 +141,7 @@ def test_the_embedded_server_is_started_and_outlives_the_command(invoke: Run, ho
         [PROGRAM, "topic", "create", "account_created"], env=environment, capture_output=True, text=True, check=True
     )
     assert first.stdout == ""
-    assert "started the embedded server" in first.stderr.splitlines()[0]
+    assert "database: made and started the embedded server" in first.stderr.splitlines()[0]
     running = EmbeddedPostgres(home / "postgres").status()
     assert running is not None
     assert running.password not in first.stderr

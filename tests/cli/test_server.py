@@ -51,7 +51,7 @@ def test_asking_for_the_url_starts_the_server_and_stopping_keeps_its_data(invoke
     assert not running()
     started = invoke("--home", home, "server", "url")
     assert started.exit_code == 0
-    assert started.stderr.startswith("eventsql: started the embedded server of ")
+    assert started.stderr.startswith("eventsql: made and started the embedded server of ")
     url = started.stdout.strip()
     assert running()
     with psycopg.connect(url) as connection:
@@ -63,7 +63,9 @@ def test_asking_for_the_url_starts_the_server_and_stopping_keeps_its_data(invoke
     assert not running()
     again = invoke("--home", home, "server", "stop")
     assert (again.exit_code, "does not run" in again.stderr) == (0, True)
-    with psycopg.connect(invoke("--home", home, "server", "url").stdout.strip()) as connection:
+    again = invoke("--home", home, "server", "url")
+    assert again.stderr.startswith("eventsql: started the embedded server of ")
+    with psycopg.connect(again.stdout.strip()) as connection:
         assert connection.execute("SELECT value FROM kept").fetchone() == (1,)
 
 
