@@ -14,16 +14,26 @@ from contextlib import ExitStack, closing, contextmanager
 from functools import lru_cache
 from typing import Final
 
-import adbc_driver_postgresql  # type: ignore[import-untyped]  # it has no types
 import psycopg
-import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
-from adbc_driver_manager import AdbcConnection, AdbcDatabase, AdbcStatement, Error, ProgrammingError
 from psycopg import conninfo
 
-from eventsql_orchestration.errors import ConfigurationError, DatabaseError, DatabaseFullError, DatabaseUnavailableError
+from eventsql_orchestration.errors import (
+    ConfigurationError,
+    DatabaseError,
+    DatabaseFullError,
+    DatabaseUnavailableError,
+    MissingExtraError,
+)
 from eventsql_orchestration.qualification import qualified
 from eventsql_orchestration.redaction import hiding
 from eventsql_orchestration.spark.options import Source
+
+try:
+    import adbc_driver_postgresql  # type: ignore[import-untyped]  # it has no types
+    import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
+    from adbc_driver_manager import AdbcConnection, AdbcDatabase, AdbcStatement, Error, ProgrammingError
+except ModuleNotFoundError:
+    raise MissingExtraError("spark", "the data source of Spark") from None
 
 logger = logging.getLogger(__name__)
 

@@ -53,6 +53,17 @@ def test_the_data_source_loads_without_dagster(module: str) -> None:
     assert run(f"import {module}", DAGSTER) == ""
 
 
+def test_a_part_that_needs_spark_names_the_missing_extra() -> None:
+    code = """
+from eventsql_orchestration.errors import MissingExtraError
+try:
+    import eventsql_orchestration.spark.projections
+except MissingExtraError as error:
+    print(error.extra)
+"""
+    assert run(code, SPARK) == "spark\n"
+
+
 def test_every_extra_asks_for_no_more_than_its_own() -> None:
     extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert not [each for each in extras["dagster"] if "spark" in each]
