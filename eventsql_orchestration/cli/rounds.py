@@ -214,7 +214,8 @@ class RunningSystem(ABC, Generic[Run]):
             elif behind and now >= due:
                 due = deadline
                 pause = advised("consumer pause", behind[0].topic, behind[0].consumer)
-                say(f"no progress: {_shortened(waits_for)}; if no program consumes that, `{pause}` lets the round end")
+                hint = f"if no program consumes that, `{pause}` lets the round end"
+                say(f"no progress: {_shortened(waits_for)}; {'work is under way' if self.is_busy() else hint}")
             if now > deadline:
                 left_else = "runs are under way, or messages or buffered events are left"
                 raise RoundError(
