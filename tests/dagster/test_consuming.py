@@ -13,7 +13,7 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from eventsql_orchestration import Consumer, Event, EventSQL, Topic
+from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.claims import Claim, Claims
 from eventsql_orchestration.consuming.lag import LagReader
 from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, RunLimits, consumer_asset
@@ -360,6 +360,17 @@ def test_a_run_warns_once_of_results_that_nothing_uses(bench: Workbench) -> None
     assert result.success
     messages = [entry.user_message for entry in bench.instance.all_logs(result.run_id)]
     assert sum("MaterializeResult" in each for each in messages) == 1
+
+
+def test_a_result_that_fails_its_events_gets_no_warning_beside_its_error(bench: Workbench) -> None:
+    def publish(events: Sequence[Event], connection: Connection) -> list[Publication]:
+        return [Publication("sums", event.value or b"") for event in events]
+
+    bench.publish("rides", 1)
+    result = bench.run(define(publish))
+    assert not result.success
+    messages = [entry.user_message for entry in bench.instance.all_logs(result.run_id)]
+    assert not any("nothing uses" in each for each in messages)
 
 
 def test_a_run_that_is_launched_by_hand_claims_the_waiting_events_of_every_partition(
