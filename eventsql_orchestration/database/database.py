@@ -58,10 +58,12 @@ two hours while a connection waits for an answer, and 15 minutes while it sends.
 limits how long the server waits for a client's machine.
 """
 
-_MADE_BEFORE: Final = (
+_IN_THE_WAY: Final = (
     psycopg.errors.DuplicateTable, psycopg.errors.DuplicateColumn, psycopg.errors.DuplicateObject,
+    psycopg.errors.UndefinedColumn,
 )  # fmt: skip
-"""Errors of a migration that meets tables, columns and constraints of a later revision than the schema's."""
+"""Errors of a migration that meets tables, columns and constraints of a later revision than the schema's, or a table of
+another program."""
 
 Result = TypeVar("Result")
 
@@ -402,10 +404,10 @@ class Database:
                         f"the server does not know the time zone {times_in!r}: the view pg_timezone_names lists "
                         "the zones that it knows"
                     ) from None
-                if isinstance(cause, _MADE_BEFORE):
+                if isinstance(cause, _IN_THE_WAY):
                     raise DatabaseError(
-                        f"schema {self.schema!r} of {self} has something that the migration makes "
-                        f"({describe(cause)}), and nothing was changed: rename it if it is yours; if it is of a "
+                        f"schema {self.schema!r} of {self} has tables that the migration cannot use "
+                        f"({describe(cause)}), and nothing was changed: rename those that are yours; if they are of a "
                         "restore that did not end, drop the database that was made for the restore, and restore again"
                     ) from error
                 if isinstance(cause, psycopg.errors.InsufficientPrivilege):

@@ -103,15 +103,15 @@ def test_a_migration_outlasts_the_limits_of_its_role(fresh: str, monkeypatch: py
     assert found == ["0", "0"]
 
 
-def test_a_migration_that_fails_leaves_nothing_behind(fresh: str) -> None:
+@pytest.mark.parametrize(("table", "found"), [("consumer_claim", "consumer_claim"), ("topic", "eql_name")])
+def test_a_migration_that_fails_leaves_nothing_behind(fresh: str, table: str, found: str) -> None:
     with psycopg.connect(fresh, autocommit=True) as connection:
         # A table of somebody else's in the way of one of ours.
-        connection.execute("CREATE SCHEMA eventsql; CREATE TABLE eventsql.consumer_claim (theirs int)")
-        found = r"consumer_claim.*: rename it if it is yours"
-        with Database(fresh) as database, pytest.raises(DatabaseError, match=found):
+        connection.execute(f"CREATE SCHEMA eventsql; CREATE TABLE eventsql.{table} (theirs int)")
+        with Database(fresh) as database, pytest.raises(DatabaseError, match=f"{found}.*: rename those that are yours"):
             database.migrate()
         rows = connection.execute("SELECT tablename FROM pg_tables WHERE schemaname = 'eventsql'").fetchall()
-    assert rows == [("consumer_claim",)]
+    assert rows == [(table,)]
 
 
 def test_the_tables_of_a_restore_that_did_not_end_are_told_from_those_to_migrate(dsn: str) -> None:
