@@ -47,7 +47,8 @@ def store_findings(shard: Shard, stalled_after: float) -> Iterator[Finding]:
                 f"{writer.description}, whose transaction is open for {age(round(writer.seconds))}",
                 "start the standby for which its commit waits; do not end the process"
                 if writer.waits_for_standby
-                else "end that transaction; pg_terminate_backend(pid) ends a process",
+                else "end that transaction: pg_terminate_backend(pid) ends a process, and ROLLBACK PREPARED in its "
+                "database a prepared transaction",
             )
         if each.attempts:
             yield warning(

@@ -21,6 +21,7 @@ import pytest
 
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.cli.doctor_database import transaction_findings
+from eventsql_orchestration.cli.doctor_store import store_findings
 from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import (
@@ -36,6 +37,7 @@ from eventsql_orchestration.publishing.buffer_mover import Moved
 from eventsql_orchestration.publishing.log_writer import LogWriter
 from eventsql_orchestration.publishing.transfer import Transfer
 from eventsql_orchestration.storage import sequences
+from eventsql_orchestration.store import Change
 from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.topics.partitioner import partition_of_key
 from tests.forms import check_order, in_blocks, none_is, stored
@@ -848,6 +850,10 @@ def test_an_event_of_a_prepared_transaction_is_not_passed_over(
     for _ in range(3):
         platform.publisher.publish(order("restarted"))
         platform.transfer.run_once()
+    platform.store.subscribe("mailer", lambda _change, _connection: None, background=False)
+    platform.store.append("order", "1", [Change("sent", {})], expected_version="any")
+    (waiting,) = store_findings(platform.shards[0], stalled_after=0.0)
+    assert "ROLLBACK PREPARED" in str(waiting.remedy)
     found = transaction_findings(platform.database, longer_than=0.0)
     (remedy,) = [each.remedy for each in found if "prepared as" in each.message]
     with platform.database.connection() as connection:
