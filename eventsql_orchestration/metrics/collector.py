@@ -208,12 +208,13 @@ def _add_consumers(families: _Families, counted: _Counted) -> None:
 
 def _add_subscription(families: _Families, lag: SubscriptionLag) -> None:
     own = {"subscription": lag.name}
-    held = 0.0 if lag.held_back_by is None else lag.held_back_by.seconds or 0.0
+    held = 0.0 if lag.held_back_by is None else lag.held_back_by.seconds
     families.counter("subscription_changes_handled", "Changes that the subscription has handled.", lag.handled, **own)
     families.gauge("subscription_lag_changes", "Changes that it can handle now, at most 10,000.", lag.waiting, **own)
     families.gauge("subscription_lag_seconds", "Age of the oldest change that is not handled.", lag.seconds, **own)
     families.gauge("subscription_held_back", "Changes that wait for an open transaction.", lag.held_back, **own)
-    families.gauge("subscription_held_back_seconds", "Age of that transaction.", held, **own)
+    if held is not None:
+        families.gauge("subscription_held_back_seconds", "Age of that transaction.", held, **own)
     families.gauge("subscription_attempts", "Failed attempts at the next change.", lag.attempts, **own)
     families.gauge("subscription_dead_letters", "Changes that were given up and not redriven.", lag.dead_letters, **own)
 

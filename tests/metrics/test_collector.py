@@ -296,6 +296,18 @@ def test_a_reader_without_rights_on_the_store_has_the_other_metrics(owner: Event
     assert found("eventsql_queue_messages", queue="thumbnails", state="visible") == 1
 
 
+def test_a_reader_that_may_not_see_the_transaction_that_holds_changes_back_gets_no_age_of_it(
+    owner: EventSQL, as_: As, prefix: str, sessions: Sessions
+) -> None:
+    owner.store.subscribe("mailer", lambda _change, _connection: None, background=False)
+    execute(owner, f"GRANT SELECT ON ALL TABLES IN SCHEMA eventsql TO {prefix}_reader")
+    sessions().execute("SELECT pg_current_xact_id()")
+    owner.store.append("order", "1", [Change("placed", {})], expected_version=0)
+    found = Scrape(PlatformCollector(as_("reader")))
+    assert found("eventsql_subscription_held_back", subscription="mailer") == 1
+    assert "eventsql_subscription_held_back_seconds" not in {sample.name for sample in found.samples}
+
+
 def test_counters_do_not_go_back_and_begin_anew_with_a_new_topic(
     orders: EventSQL, scrape: Callable[[], Scrape]
 ) -> None:
