@@ -461,9 +461,9 @@ def test_a_refusal_names_no_role_whose_rights_on_the_object_the_login_has(as_: A
 
 
 def test_a_refusal_to_publish_names_no_role_that_may_not_exist() -> None:
-    refusal = str(grants.permission_error("permission denied for topic zone-fares", "here", "app", "shop"))
+    refusal = str(grants.permission_error("permission denied for topic zone_fares", "here", "app", "shop"))
     assert re.findall(r"GRANT (\S+) TO", refusal) == ["shop_publisher", "shop_admin"]
-    assert "`eventsql roles create --prefix shop --topic zone-fares`" in refusal
+    assert "`eventsql roles create --prefix shop --topic zone_fares`" in refusal
 
 
 @pytest.mark.parametrize("view", ["view_event", "view_event_count", "view_moves"])
