@@ -281,7 +281,7 @@ class Publications:
     ) -> bool | None:
         """Whether a publication that failed is decided. Gives it up if that is still possible.
 
-        None if somebody else has given it up.
+        None if somebody else has given it up. False, with a warning, if the deciding shard cannot be asked.
         """
         try:
             given_up = deciding.parts.give_up(part.id, timeout=FINISH_SECONDS)
