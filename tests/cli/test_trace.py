@@ -371,6 +371,20 @@ def test_many_publishers_of_a_range_are_cut_short_and_counted(run: Run, pipeline
     assert "1 publisher more: give a larger --width" in run("trace", "sums", offset, "--width", 2).stdout
 
 
+@pytest.mark.parametrize("time", ["-infinity", "infinity"])
+def test_an_event_with_a_time_that_python_lacks_is_no_end_of_the_trace(run: Run, pipeline: Pipeline, time: str) -> None:
+    with pipeline.platform.database.connection() as connection:
+        connection.execute(
+            "INSERT INTO eventsql.event_buffer (eql_topic, eql_partition, eql_value, eql_metadata, eql_created_at) "
+            "VALUES ('rides', -1, '1', '{}', %s)",
+            [time],
+        )
+    pipeline.publish(1)
+    pipeline.run(doubled, "rides", "doubles")
+    found, _ = trace(run, "doubles", pipeline.platform.reader.end("doubles"))
+    assert [origin["events"] for origin in found["inputs"][0]["origins"]] == [2]
+
+
 def test_events_that_retention_dropped_end_the_trace(
     run: Run, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -111,7 +111,7 @@ FROM (
 
 -- publishers -- The publishers of a range: for each run, and for events without a run, the number, offsets and times.
 SELECT {run of metadata} AS run, {asset of metadata} AS asset, {run_partition of metadata} AS run_partition,
-       count(*), min(id), max(id), min(published), max(published)
+       count(*), min(id), max(id), {nearest of min(published)}, {nearest of max(published)}
 FROM {one}
 CROSS JOIN LATERAL ({described} WHERE {in_partition} {in_range}) logged
 WHERE id > %(after)s AND id <= %(upto)s

@@ -1,3 +1,5 @@
+-- parts of times
+
 -- samples -- For each given range with events: first and last offset, the number of its first events, at most
 -- `sample`, and the last offset of these.
 SELECT sampled.first, last.eql_id, sampled.events, sampled.upto
@@ -96,7 +98,7 @@ FROM (
 -- publishers -- The publishers of a range: for each run, and for events without a run, the number, offsets and times.
 SELECT {run of eql_metadata} AS run, {asset of eql_metadata} AS asset, {run_partition of eql_metadata} AS run_partition,
        count(*), min(eql_id), max(eql_id),
-       min(eql_buffered_at)::timestamptz, max(eql_buffered_at)::timestamptz
+       {nearest of min(eql_buffered_at)}, {nearest of max(eql_buffered_at)}
 FROM {schema}.{event_table}
 WHERE {in_partition} eql_id > %(after)s AND eql_id <= %(upto)s
 GROUP BY run, asset, run_partition
