@@ -11,14 +11,17 @@ from eventsql_orchestration.errors import ValidationError
 def check_url(url: str, server: str, example: str) -> str:
     """Return a URL of HTTP. `server` names what it must lead to. Raises `ValidationError`."""
     # It repeats no part of the URL, which may be a part of a password.
-    cut = ValidationError(f"the URL of {server} cannot be read: write it like {example}, and / in a password as %2F")
+    cut = ValidationError(
+        f"the URL of {server} cannot be read: write it like {example}, with / ? # in a password as %2F %3F %23, and @ "
+        "in a path as %40"
+    )
     try:
         parts = urlsplit(url)
         # It raises for a port that is not a number.
         _ = parts.port
     except ValueError:
         raise cut from None
-    # The end of a password with a slash, or a URL without http://.
+    # The end of a password with one of these characters, or a URL without http://.
     if "@" in parts._replace(netloc="").geturl():
         raise cut
     if parts.scheme not in {"http", "https"} or not parts.hostname:

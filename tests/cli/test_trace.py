@@ -289,6 +289,7 @@ def test_a_bad_url_is_wrong_usage(run: Run, pipeline: Pipeline) -> None:
     assert run("trace", "rides", 1).stderr == "", "no run, so nothing is lacking"
     assert refused.exit_code == 2
     assert "'nowhere' is not the URL of a Dagster webserver" in refused.stderr
+    assert "%40" in run("trace", "rides", 1, "--dagster-url", "http://h/user/me@home").stderr
 
 
 @pytest.mark.parametrize("url", ["u:secret@h:8080", "http:///u:secret@h", "http://u:1/secret@h", "http://u:1#secret@h"])
