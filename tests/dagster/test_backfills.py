@@ -423,7 +423,9 @@ def test_a_window_that_is_done_is_not_replayed_again(bench: Workbench, backfills
     assert bench.effects() == ids
 
 
-def test_a_run_of_several_windows_says_that_each_needs_a_run_of_its_own(bench: Workbench, backfills: Backfills) -> None:
+def test_a_run_of_no_or_several_windows_says_that_each_needs_a_run_of_its_own(
+    bench: Workbench, backfills: Backfills
+) -> None:
     ids = bench.publish("orders", 20)
     plan = everything(backfills, "fragile", window_events=10)
     first, second = (run.key("one") for run in plan.runs)
@@ -432,9 +434,10 @@ def test_a_run_of_several_windows_says_that_each_needs_a_run_of_its_own(bench: W
     assert definition.partitions.name is not None
     bench.instance.add_dynamic_partitions(definition.partitions.name, [first, second])
     ranged = {"dagster/asset_partition_range_start": first, "dagster/asset_partition_range_end": second}
-    refused = bench.execute(job_of(bench, definition), dg.RunRequest(tags=ranged))
-    assert not refused.success
-    assert "a run of its own" in failure(refused)
+    for tags in (ranged, {}):
+        refused = bench.execute(job_of(bench, definition), dg.RunRequest(tags=tags))
+        assert not refused.success
+        assert "a run of its own" in failure(refused)
     assert bench.effects() == []
 
     # A range may name one window as its start and its end.
