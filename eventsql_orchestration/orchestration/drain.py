@@ -29,13 +29,16 @@ class Drained:
     """The claims of a run so far, in order, with the result of each.
 
     If the run lost a claim, `lost` says how, and the run fails. `note` tells people why the run did nothing, or did not
-    consume everything.
+    consume everything; `add_note` adds a reason.
     """
 
     claims: list[tuple[Claim, BatchResult]] = field(default_factory=list)
     lost: str | None = None
     note: str | None = None
     started: float = field(default_factory=time.monotonic)
+
+    def add_note(self, reason: str) -> None:
+        self.note = reason if self.note is None else f"{self.note}; {reason}"
 
     @property
     def events(self) -> int:

@@ -437,6 +437,19 @@ def test_a_shard_that_is_down_keeps_no_other_from_being_consumed(
     assert not bench.execute(job, named).success
 
 
+def test_a_run_launched_by_hand_tells_every_reason_why_it_leaves_events(
+    with_one_down: EventSQLResource, shards: dict[str, Workbench]
+) -> None:
+    bench = shards[ONE]
+    for partition in (0, 1):
+        bench.publish("orders", 1, partition=partition)
+        bench.platform.claims.claim("orders", "ledger", partition, owner=f"owner-{partition}")
+    result = bench.execute(bench.job(ledger, eventsql=with_one_down))
+    (told,) = result.asset_materializations_for_node("ledger")
+    note = str(told.metadata["note"].value)
+    assert [reason in note for reason in ("owner-0 leases", "owner-1 leases", "left on shard-2")] == [True] * 3
+
+
 def test_a_tick_fails_if_no_shard_can_be_reached(eventsql: EventSQLResource, shards: dict[str, Workbench]) -> None:
     nothing = EventSQLResource(dsn=f"{NOWHERE} {NOWHERE}2")
     with pytest.raises(DatabaseUnavailableError):

@@ -108,18 +108,18 @@ class ConsumerStep:
         limits = replace(self.limits, drain_idle=0.0) if SHARED_TAG in context.run.tags else self.limits
         comes = partial(comes_soon, run_id, context.instance)
         shards = _shards(context, resources[RESOURCE_KEY], config)
-        down: list[str] = []
+        down = 0
         for shard in shards:
             consume = self.computation.consume(context, shard, resources)
             draining = RunDraining(shard, self.consumer, consume, limits, owner_of_run(run_id), drained, comes)
             try:
                 _OnShard(context, config, draining).consume()
             except DatabaseUnavailableError as error:
-                down.append(shard.label)
-                if len(down) == len(shards):
+                down += 1
+                if down == len(shards):
                     raise
-                context.log.warning("shard %s is down: %s", down[-1], error)
-                drained.note = f"events are left on {', '.join(down)}, which cannot be reached"
+                context.log.warning("shard %s is down: %s", shard.label, error)
+                drained.add_note(f"events are left on {shard.label}, which cannot be reached")
             if drained.over:
                 return
 
@@ -207,7 +207,7 @@ class _OnShard:
                 context.log.info("nothing to consume of topic %s%s: %s", place, on, found.reason)
                 if found.waiting is None:
                     # Another owner has the partition, or it has to wait. Events may be left there.
-                    draining.drained.note = f"topic {place}{on}: {found.reason}"
+                    draining.drained.add_note(f"topic {place}{on}: {found.reason}")
             if draining.drained.over:
                 return
 
