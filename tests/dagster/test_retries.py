@@ -12,6 +12,7 @@ from dagster._core.definitions.job_base import InMemoryJob
 from dagster._core.execution.api import execute_run
 
 from eventsql_orchestration import Event, Topic
+from eventsql_orchestration.consuming import claims as claims_module
 from eventsql_orchestration.consuming.claims import Claim, Claims
 from eventsql_orchestration.dagster import (
     AssetOptions,
@@ -177,6 +178,44 @@ def test_a_run_leaves_the_claim_of_a_run_alone_that_is_executed_again_and_has_no
     assert result.success
     bench.platform.claims.renew(claim)
     assert f"run {alive} leases the partition" in notes(bench, result)
+
+
+def test_a_run_leaves_a_claim_to_another_run_that_has_just_taken_it_over(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two runs execute a failed run again at once."""
+    ids = bench.publish("rides", 6)
+    failed = bench.run(steadily(cut_off(2), batch=2, retries=None))
+    live, faster = Claims.live, list[Claim]()
+
+    def late(self: Claims, *args: Any, **options: Any) -> Claim | None:
+        monkeypatch.setattr(Claims, "live", live)
+        found = live(self, *args, **options)
+        assert found is not None
+        faster.append(self.adopt(found.id, owner="the faster run"))
+        return found
+
+    monkeypatch.setattr(Claims, "live", late)
+    result = again(bench, failed.run_id)
+    assert result.success
+    assert "the faster run leases the partition" in notes(bench, result)
+    assert bench.effects() == ids[:2]
+    bench.platform.claims.process(faster[0], record)
+    assert bench.effects() == ids
+
+
+def test_a_run_that_is_executed_again_fails_while_a_transaction_of_the_first_run_lingers(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claims_module, "LOCK_TIMEOUT", 0.1)
+    ids = bench.publish("rides", 6)
+    failed = bench.run(steadily(cut_off(2), batch=2, retries=None))
+    with bench.platform.database.transaction() as lingering:
+        lingering.execute("SELECT 1 FROM eventsql.consumer WHERE eql_name = 'steady' FOR UPDATE")
+        second = again(bench, failed.run_id)
+        assert not second.success
+    assert again(bench, second.run_id).success
+    assert bench.effects() == ids
 
 
 def notes(bench: Workbench, result: dg.JobExecutionResult) -> str:
