@@ -18,6 +18,7 @@ import pytest
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.consumer import EventFilter
+from eventsql_orchestration.consuming import claims as claims_module
 from eventsql_orchestration.consuming.batch import BatchResult
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.consuming.dead_letter_values import BACKFILL, LetterFilter
@@ -48,7 +49,7 @@ from eventsql_orchestration.orchestration.backfills.windows import (
 from eventsql_orchestration.topics.positions import AtOffset, AtTime, Back, Earliest, Latest
 from eventsql_orchestration.topics.side_consumers import MARK
 from tests.dagster import backfill_location as location
-from tests.dagster.conftest import Workbench, registering
+from tests.dagster.conftest import Workbench, registering, sql
 from tests.dagster.location import record
 from tests.dagster.processes import run_process
 from tests.forms import change_time, change_value, drop_events
@@ -645,6 +646,32 @@ def test_a_run_that_is_resumed_does_not_wait_for_its_own_lease(
 
     monkeypatch.setattr(replay_module.WindowReplay, "_wait", waits)
     assert replay(bench, location.fragile_backfill, plan.runs[0].key("one"), run_id=run_id).success
+    assert bench.effects() == ids
+
+
+@pytest.mark.parametrize("resumed", [True, False])
+def test_a_run_waits_for_a_transaction_that_lingers_although_its_run_has_ended(
+    bench: Workbench, backfills: Backfills, monkeypatch: pytest.MonkeyPatch, *, resumed: bool
+) -> None:
+    """The machine of the run, or of the earlier process of a run that is resumed, is gone."""
+    monkeypatch.setattr(claims_module, "LOCK_TIMEOUT", 0.1)
+    ids = bench.publish("orders", 5)
+    plan = everything(backfills, "fragile")
+    (name,) = backfills.register(plan, "one").names
+    job = job_of(bench, location.fragile_backfill)
+    ended = bench.instance.create_run_for_job(job, status=dg.DagsterRunStatus.FAILURE).run_id
+    run_id = str(uuid4())
+    bench.platform.claims.claim("orders", name, owner=f"run {run_id if resumed else ended}", lease=3_600.0)
+
+    def waits(_replay: object, _reason: str) -> None:
+        lingering.close()
+        sql(bench.platform, "UPDATE eventsql.consumer SET eql_lease_expires_at = now() WHERE eql_name = %s", name)
+
+    monkeypatch.setattr(replay_module.WindowReplay, "_wait", waits)
+    with ExitStack() as lingering:
+        transaction = lingering.enter_context(bench.platform.database.transaction())
+        transaction.execute("SELECT 1 FROM eventsql.consumer WHERE eql_name = %s FOR UPDATE", [name])
+        assert replay(bench, location.fragile_backfill, plan.runs[0].key("one"), run_id=run_id).success
     assert bench.effects() == ids
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 from eventsql_orchestration import Shard
 from eventsql_orchestration.consuming.batch import BatchResult
 from eventsql_orchestration.consuming.claims import Claim
-from eventsql_orchestration.errors import ClaimLostError, EventSQLError
+from eventsql_orchestration.errors import ClaimLostError, DatabaseBusyError, EventSQLError
 from eventsql_orchestration.orchestration.backfills.registry import Backfills
 from eventsql_orchestration.orchestration.backfills.windows import (
     DEFAULT_MAX_FAILURES,
@@ -192,7 +193,9 @@ class WindowReplay:
     def _give_back(self, part: Replayed) -> None:
         live = self.shard.claims.live(self.topic, part.name, self.partition)
         if live is not None and live.owner == part.owner:
-            self.shard.claims.release(live)
+            # A transaction of the owner may linger on the server, as after the loss of a machine. The run then waits.
+            with suppress(DatabaseBusyError):
+                self.shard.claims.release(live)
 
     @property
     def _resume(self) -> str:
