@@ -18,7 +18,7 @@ from eventsql_orchestration.orchestration.drain import Consume, Drained, Drainin
 from eventsql_orchestration.orchestration.errors import FinalRunError
 from eventsql_orchestration.orchestration.limits import RunLimits
 from eventsql_orchestration.orchestration.owners import AIRFLOW_TRIGGER
-from eventsql_orchestration.orchestration.shards import rows_of
+from eventsql_orchestration.orchestration.shards import partition_label, rows_of
 
 logger = logging.getLogger("airflow.task")
 
@@ -73,7 +73,7 @@ class TaskClaims:
         if len(self._down) == len(shards):
             raise next(iter(self._down.values()))
         if self._down:
-            self.drained.note = f"events are left on {', '.join(self._down)}, which cannot be reached"
+            self.drained.add_note(f"events are left on {', '.join(self._down)}, which cannot be reached")
         self._go_on()
         self._raise_failed()
 
@@ -148,10 +148,11 @@ class TaskClaims:
         if isinstance(found, Claim):
             self._run(draining, found)
             return
-        logger.info("nothing to consume of partition %d: %s", partition, found.reason)
+        place = partition_label(self.topic, partition)
+        logger.info("nothing to consume of topic %s: %s", place, found.reason)
         if found.waiting is None:
             # Somebody else has the partition, or it has to wait.
-            self.drained.note = found.reason
+            self.drained.add_note(f"topic {place}: {found.reason}")
 
     def _run(self, draining: Draining, claim: Claim) -> None:
         logger.info("this task consumes %s", claim)

@@ -275,9 +275,10 @@ def test_the_asset_of_a_topic_names_the_ranges_of_all_publications_or_none(
 
 
 def test_a_task_leaves_the_claim_of_another_task_alone(rides: EventSQL) -> None:
-    publish(rides, 2)
-    claimed(rides, owner="airflow dag/another")
-    with pytest.raises(AirflowSkipException, match="leases the partition"):
+    for partition in (0, 1):
+        publish(rides, 2, partition)
+        claimed(rides, partition=partition, owner="airflow dag/another")
+    with pytest.raises(AirflowSkipException, match=r"topic rides\[0\]: .*leases the partition.*; topic rides\[1\]: "):
         operator().execute(context_of())
     assert effects(rides) == []
 
