@@ -132,6 +132,9 @@ IF_OF_JAVA: Final = "with --times-in ZONE if EventSQL's Java library made the ta
 REFUSED: Final = "refused the connection"
 """Words of the error for a server that runs, and that lets this user not in."""
 
+_REFUSAL: Final = re.compile(r"(?:FATAL:|fe_sendauth: (?=no password supplied)) *(.+)")
+"""The reason of a server that lets the user not in. If it asks for a password, libpq itself says that it has none."""
+
 _OF_TLS: Final = ("certificate ", "private key", "SSL error:", "not support SSL")
 """Words of libpq for a server that runs: a file of TLS, a certificate or the server's TLS is wrong or missing."""
 
@@ -155,9 +158,9 @@ def is_of_tls(message: str) -> bool:
 
 
 def _unreachable(detail: str) -> str:
-    # libpq gives no SQLSTATE for a connection that failed. A server that answers says FATAL, and why. If it asks for a
-    # password, libpq itself says that it has none.
-    if refused := (detail.partition("FATAL:")[2] or detail.partition("fe_sendauth:")[2]).strip():
+    # libpq gives no SQLSTATE for a connection that failed. A server that answers says FATAL, and why.
+    if found := _REFUSAL.search(detail):
+        refused = found[1]
         question = next((question for word, question in _QUESTIONS.items() if word in refused), None)
         if has_no_slot(refused):
             question = MORE_CONNECTIONS

@@ -827,6 +827,11 @@ def test_a_server_that_asks_for_a_password_the_url_lacks_has_refused_the_connect
         database.ensure_schema()
 
 
+def test_a_connection_that_is_lost_while_the_password_is_sent_was_not_refused(database: Database) -> None:
+    with pytest.raises(DatabaseUnavailableError, match="cannot be reached"), database.errors():
+        raise psycopg.OperationalError("connection failed: fe_sendauth: error sending password authentication")
+
+
 def test_a_process_without_a_free_file_descriptor_raises_an_error_of_the_package(
     dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
