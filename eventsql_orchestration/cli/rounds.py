@@ -196,7 +196,7 @@ class RunningSystem(ABC, Generic[Run]):
         """
         task = self.progress.add_task("Consuming", total=None)
         settled: Counts | None = None
-        seen, due = list[str](), 0.0
+        seen, due, told = list[str](), 0.0, set[str]()
         while True:
             counts, behind = Counts.take(self.platform), _behind(self.platform)
             left = sum(lag.events for lag in behind) + sum(counts.buffered.values())
@@ -210,12 +210,16 @@ class RunningSystem(ABC, Generic[Run]):
             self.keep_spark()
             now, waits_for = time.monotonic(), _named(behind)
             if waits_for != seen:
-                seen, due = waits_for, now + STANDSTILL_SECONDS
+                seen, due, told = waits_for, now + STANDSTILL_SECONDS, set()
             elif behind and now >= due:
-                due = deadline
+                due = now + STANDSTILL_SECONDS
                 pause = advised("consumer pause", behind[0].topic, behind[0].consumer)
                 hint = f"if no program consumes that, `{pause}` lets the round end"
-                say(f"no progress: {_shortened(waits_for)}; {'work is under way' if self.is_busy() else hint}")
+                if self.is_busy():
+                    hint = "work is under way"
+                if hint not in told:
+                    told.add(hint)
+                    say(f"no progress: {_shortened(waits_for)}; {hint}")
             if now > deadline:
                 left_else = "runs are under way, or messages or buffered events are left"
                 raise RoundError(

@@ -374,13 +374,13 @@ def test_a_round_does_not_wait_for_a_paused_consumer_and_names_any_other(
     assert "`eventsql consumer pause rides ledger`" in capsys.readouterr().err
 
 
-def test_a_round_advises_no_pause_while_a_run_is_under_way(
+def test_a_round_advises_a_pause_once_no_run_is_under_way_any_more(
     platform: EventSQL, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    looks, busy = itertools.count(), iter([True, False])
+    looks, busy = itertools.count(), iter([True, True, False, False, False])
 
-    def pause_at_the_second_look() -> None:
-        if next(looks) == 1:
+    def pause_at_the_fifth_look() -> None:
+        if next(looks) == 4:
             platform.registry.pause("rides", "ledger")
 
     monkeypatch.setattr(rounds, "STANDSTILL_SECONDS", 0.0)
@@ -390,12 +390,12 @@ def test_a_round_advises_no_pause_while_a_run_is_under_way(
     platform.transfer.run_once()
     with dg.DagsterInstance.ephemeral() as instance:
         running = running_with(Lacking(instance), platform)
-        monkeypatch.setattr(running, "check", pause_at_the_second_look)
+        monkeypatch.setattr(running, "check", pause_at_the_fifth_look)
         monkeypatch.setattr(running, "is_busy", lambda: next(busy))
         assert running.round(60.0) == []
-    said = capsys.readouterr().err
-    assert "rides/ledger has 1 event left (waiting); work is under way" in said
-    assert "consumer pause" not in said
+    under_way, advice = capsys.readouterr().err.splitlines()
+    assert under_way.endswith("rides/ledger has 1 event left (waiting); work is under way")
+    assert "`eventsql consumer pause rides ledger`" in advice
 
 
 def test_a_round_ends_when_two_looks_find_all_events_moved_and_no_run_is_under_way(
