@@ -9,10 +9,8 @@ from datetime import datetime, timedelta
 from functools import reduce
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from pyspark.sql import functions as f
-
 from eventsql_orchestration.consuming.dead_letter_values import REDRIVEN_CONSUMER
-from eventsql_orchestration.errors import ViewConflictError
+from eventsql_orchestration.errors import MissingExtraError, ViewConflictError
 from eventsql_orchestration.spark import FORMAT
 from eventsql_orchestration.spark.copying import copy_frame
 from eventsql_orchestration.spark.options import Source
@@ -23,6 +21,11 @@ from eventsql_orchestration.views.log_values import DEFAULT_LEVEL
 from eventsql_orchestration.views.rollups import MAX_DIMENSION_LENGTH
 from eventsql_orchestration.views.sketches import DISTINCT_SIZE, QUANTILE_SIZE
 from eventsql_orchestration.views.view_table import NO_TENANT
+
+try:
+    from pyspark.sql import functions as f
+except ModuleNotFoundError:
+    raise MissingExtraError("spark", "a rebuild with Spark") from None
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession

@@ -53,11 +53,12 @@ def test_the_data_source_loads_without_dagster(module: str) -> None:
     assert run(f"import {module}", DAGSTER) == ""
 
 
-def test_a_part_that_needs_spark_names_the_missing_extra() -> None:
-    code = """
+@pytest.mark.parametrize("module", ["projections", "views"])
+def test_a_part_that_needs_spark_names_the_missing_extra(module: str) -> None:
+    code = f"""
 from eventsql_orchestration.errors import MissingExtraError
 try:
-    import eventsql_orchestration.spark.projections
+    import eventsql_orchestration.spark.{module}
 except MissingExtraError as error:
     print(error.extra)
 """
