@@ -35,7 +35,7 @@ def embedded_server(settings: Settings) -> EmbeddedPostgres:
 
 def how_begun(embedded: EmbeddedPostgres) -> str:
     """The words for a start of the server. A new, empty server is named as such: the directory may be a wrong one."""
-    return "started" if embedded.directory.is_dir() else "made and started"
+    return "started" if embedded.has_data() else "made and started"
 
 
 def resolve_dsn(settings: Settings) -> str:
@@ -51,14 +51,14 @@ def resolve_dsn(settings: Settings) -> str:
     if settings.dsns:
         return settings.dsns[0]
     embedded = embedded_server(settings)
-    unnamed, begun = f"no --dsn, EVENTSQL_DSN or {lazy.SETTINGS_FILE} names a database", how_begun(embedded)
+    unnamed = f"no --dsn, EVENTSQL_DSN or {lazy.SETTINGS_FILE} names a database"
     try:
         running = embedded.status()
+        used = "using" if running else how_begun(embedded)
         server = running or embedded.start()
     except (EmbeddedServerError, MissingExtraError) as error:
         error.args = (f"{unnamed}, and {error.message}",)
         raise
-    used = "using" if running else begun
     say(f"{unnamed}: {used} the embedded server of {settings.home} (127.0.0.1:{server.port})")
     return server.dsn
 

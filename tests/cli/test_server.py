@@ -48,6 +48,8 @@ def test_asking_for_the_url_starts_the_server_and_stopping_keeps_its_data(invoke
     def running() -> bool:
         return bool(json.loads(invoke("--home", home, "server", "status", "--json").stdout)["running"])
 
+    # A start that was interrupted leaves its directory.
+    (home / "postgres").mkdir(parents=True)
     assert not running()
     started = invoke("--home", home, "server", "url")
     assert started.exit_code == 0

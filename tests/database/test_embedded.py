@@ -731,6 +731,13 @@ def test_a_file_in_the_place_of_the_directory_is_reported(fresh: EmbeddedPostgre
         fresh.start()
 
 
+def test_a_directory_that_cannot_be_looked_at_is_reported(base: Path) -> None:
+    postgres = EmbeddedPostgres(base / ("x" * 300))
+    for attempt in (postgres.status, postgres.has_data, postgres.start, postgres.stop):
+        with pytest.raises(EmbeddedServerError, match="name too long"):
+            attempt()
+
+
 @as_root
 def test_a_full_disk_is_reported_and_room_mends_it(base: Path) -> None:
     disk = base / "disk"

@@ -107,11 +107,17 @@ class EmbeddedPostgres:
         leaves recovery to the next start. Raises `EmbeddedServerError` if the server still runs after `timeout`
         seconds; it stops later.
         """
-        if not self.directory.is_dir():
-            return False
         deadline = time.monotonic() + timeout
-        with self._reporting("could not be stopped"), self._locked(deadline):
-            return self._stop(deadline, mode)
+        with self._reporting("could not be stopped"):
+            if not self.directory.is_dir():
+                return False
+            with self._locked(deadline):
+                return self._stop(deadline, mode)
+
+    def has_data(self) -> bool:
+        """Whether the server was made before. If not, `start` makes it. Raises `EmbeddedServerError` as `status`."""
+        with self._reporting("could not be looked at"):
+            return (self._data / "PG_VERSION").exists()
 
     def status(self) -> EmbeddedServer | None:
         """Return the server if it runs, serves this directory and accepts connections.
@@ -186,7 +192,7 @@ class EmbeddedPostgres:
         """The error with the last lines that a program, the server or the driver said, as one line."""
         lines = [line.strip() for line in _NO_ERROR.sub("", said).splitlines() if line.strip()]
         words = " | ".join(lines[-6:]) or "it said nothing"
-        log = f" (log: {self._log})" if self._log.exists() else ""
+        log = f" (log: {self._log})" if os.access(self._log, os.R_OK) else ""
         return EmbeddedServerError(f"the embedded server of {self.directory} {failed}: {words}{log}")
 
     # Start
@@ -200,7 +206,7 @@ class EmbeddedPostgres:
             account = server_account(self._data)
             programs = reachable_programs(programs, account)
             self._place_data(account)
-            if not (self._data / "PG_VERSION").exists():
+            if not self.has_data():
                 self._initialise(programs, account, deadline)
             self._launch(programs, account, deadline)
 
