@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import dagster as dg
 
-from eventsql_orchestration import Event, Shard
+from eventsql_orchestration import NOT_PARTITIONED, Event, Shard
 from eventsql_orchestration.orchestration.words import kept
 from eventsql_orchestration.storage.ranges import LogRanges
 from eventsql_orchestration.storage.reading import LogReader
@@ -76,7 +76,11 @@ def topic_page(
 
 
 def _shown(event: Event, sample: TopicSample) -> Mapping[str, Any]:
-    about = {"offset": event.id, "partition": event.partition, "published": event.buffered_at.isoformat()}
+    about = {
+        "offset": event.id,
+        **({} if event.partition == NOT_PARTITIONED else {"partition": event.partition}),
+        "published": event.buffered_at.isoformat(),
+    }
     if event.erased:
         return {**about, "erased": True}
     if sample.redact:
