@@ -15,6 +15,7 @@ from psycopg.errors import UniqueViolation
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, query_first
 from eventsql_orchestration.errors import DatabaseError, ValidationError
+from eventsql_orchestration.validation import advised
 
 _STREAMS: Final = 100
 """Aggregates of one transaction."""
@@ -40,9 +41,10 @@ class Archive:
         with self._database.transaction() as connection:
             closed, archived = self._hold(connection, aggregate_type, aggregate_id)
             if not closed:
+                close = advised("store close --execute", aggregate_type, aggregate_id)
                 raise ValidationError(
-                    f"{aggregate_type} {aggregate_id!r} is open: only a closed aggregate is archived; `close_stream` "
-                    "closes it for ever"
+                    f"{aggregate_type} {aggregate_id!r} is open: only a closed aggregate is archived; `close_stream`, "
+                    f"or `{close}`, closes it for ever"
                 )
             return 0 if archived else self._moved(connection, "archive_changes", aggregate_type, [aggregate_id])
 
