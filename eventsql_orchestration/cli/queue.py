@@ -406,10 +406,12 @@ def work(
     next Ctrl-C kills their programs and ends it at once. Ctrl-Z stops the programs, too.
     """
     # As for other commands that run a command: `eventsql queue work mails -- send-mail --fast`.
-    handler = handler[1:] if handler[0] == "--" and len(handler) > 1 else handler
-    check_command(handler)
+    program = handler[1:] if handler[0] == "--" and len(handler) > 1 else handler
+    check_command(program)
+    if program is handler and (same_named := {"--drain", "--workers"} & {word.partition("=")[0] for word in handler}):
+        say(f"{handler[0]} gets {', '.join(sorted(same_named))}: options of this command are put before QUEUE")
     with context.platform() as platform:
-        working = work_off(_existing(platform, name), handler, workers=workers, drain=drain)
+        working = work_off(_existing(platform, name), program, workers=workers, drain=drain)
         handled, failed = counted(working.handled, "message"), counted(working.failed, "receive")
         dead = "".join(
             f", {counted(number, 'message')} given up: `{advised('queue peek', letters)}`"

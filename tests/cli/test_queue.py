@@ -182,6 +182,15 @@ def test_an_option_behind_the_queue_is_not_taken_for_the_program(run: Run, datab
     assert Queue(database, "jobs").depth().visible == 1
 
 
+@pytest.mark.parametrize("separator", [[], ["--"]], ids=["plain", "after dashes"])
+def test_an_option_of_the_command_that_the_program_gets_is_told_unless_dashes_end_the_options(
+    run: Run, database: Database, separator: list[str]
+) -> None:
+    Queue(database, "jobs").send(b"1")
+    result = run("queue", "work", "--drain", "jobs", *separator, "true", "--workers=3", "--drain")
+    assert (result.exit_code, "true gets --drain, --workers" in result.stderr) == (0, not separator)
+
+
 def test_an_unknown_option_before_the_queue_is_not_taken_for_the_queue(run: Run, database: Database) -> None:
     Queue(database, "jobs").send(b"1")
     result = run("queue", "work", "-w", "3", "jobs", "cat")
