@@ -252,7 +252,7 @@ def published_to(outlet: Asset, summaries: Sequence[Mapping[str, Any]]) -> dict[
     return merged
 
 
-def _check_function(function: Callable[..., Any], gets: Gets) -> None:
+def _check_function(function: object, gets: Gets) -> None:
     """Raise `ValidationError` unless a task can call the function: otherwise every event would fail by itself."""
     arguments = ("claim",) if gets == "claim" else ("events", "connection")
     named = _wanted(function, context=None, eventsql=None) if callable(function) else ()
