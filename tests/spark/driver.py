@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from eventsql_orchestration.spark.java import ensure_java
 from tests.spark.orders import obey
 from tests.spark.sessions import started
 from tests.spark.streams import run_to_end
+from tests.waiting import PATIENCE, wait_until
 
 BEFORE_PAUSE = 45_000
 """Events of the task that pauses: more than four of Spark's batches, so that some of them are staged by then."""
@@ -67,8 +67,7 @@ def _numbers(spark: SparkSession, events: int, paused: Path, resume: Path) -> An
             for number in range(part * half, part * half + half):
                 if part == 0 and number == BEFORE_PAUSE and context.attemptNumber() == 0:
                     paused.write_text(str(os.getpid()))
-                    while not resume.exists():
-                        time.sleep(0.02)
+                    wait_until(resume.exists, "the order to resume", seconds=5 * PATIENCE)
                 # A task stages megabytes at once.
                 yield (f"{number:0200}",)
 
@@ -85,8 +84,7 @@ def differing(spark: SparkSession, *, dsn: str, topic: str, events: int, folder:
     def keyed(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         # Each of the two tasks waits for the other, so that both executors keep a part of the shuffle.
         (home / f"shuffling-{_part()}").touch()
-        while not all((home / f"shuffling-{part}").exists() for part in range(2)):
-            time.sleep(0.02)
+        wait_until(lambda: all((home / f"shuffling-{part}").exists() for part in range(2)), "both tasks")
         for batch in batches:
             keys = [str(uuid.uuid4()) for _ in range(batch.num_rows)]
             yield pa.record_batch({"key": pa.array(keys), "value": batch.column(0).cast(pa.string())})
@@ -95,8 +93,7 @@ def differing(spark: SparkSession, *, dsn: str, topic: str, events: int, folder:
         for batch in batches:
             if _part() > 0 and not (home / "resume").exists():
                 (home / f"paused-{_part()}").write_text(str(os.getpid()))
-                while not (home / "resume").exists():
-                    time.sleep(0.02)
+                wait_until((home / "resume").exists, "the order to resume", seconds=5 * PATIENCE)
             yield batch
 
     rows = spark.range(0, events, 1, 2).mapInArrow(keyed, schema).repartition(4, "key").mapInArrow(pausing, schema)
