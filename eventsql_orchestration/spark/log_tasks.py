@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from itertools import chain, groupby
 from operator import attrgetter
 from types import MappingProxyType
@@ -22,6 +22,7 @@ import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
 import pyarrow.compute as pc  # type: ignore[import-untyped]  # it has no types
 from adbc_driver_manager import Error
 
+from eventsql_orchestration.database.binary import microseconds
 from eventsql_orchestration.database.log_names import holds_blocks
 from eventsql_orchestration.errors import DatabaseError, DataLossError
 from eventsql_orchestration.model import FIRST_TIME, LAST_TIME, OffsetRange
@@ -37,14 +38,13 @@ logger = logging.getLogger(__name__)
 
 _UNDEFINED_TABLE: Final = "42P01"
 
-_INFINITY: Final = -(2**63) + 946_684_800_000_000 - 1
-"""PostgreSQL's `infinity` as ADBC gives it, in µs since 1970: it is 2^63 - 1 µs since 2000, and overflows."""
-
-_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_YEAR_2000: Final = 946_684_800_000_000
 
 _TIMES: Final = struct.pack(
-    "=3q", *((time - _EPOCH) // timedelta(microseconds=1) for time in (FIRST_TIME, LAST_TIME)), _INFINITY
+    "=3q", *(_YEAR_2000 + each for each in (microseconds(FIRST_TIME), microseconds(LAST_TIME), -(2**63) - 1))
 )
+"""In µs since 1970: the first and the last time of an event, and PostgreSQL's `infinity` as ADBC gives it, which is
+2^63 - 1 µs since 2000 and overflows."""
 
 _TEXT_MAP: Final = pa.map_(pa.string(), pa.string())
 
