@@ -137,14 +137,14 @@ class TaskClaims:
         if claim is None:
             self._consume(draining, partition)
         # The claim's run may come meanwhile, or the trigger may claim the events again for a new run.
-        elif (found := self._take_over(draining, claim)) is not None:
+        elif (found := draining.take_over_held(claim)) is not None:
             self._run(draining, found)
 
     def _consume(self, draining: Draining, partition: int, event: ClaimEvent | None = None) -> None:
         """Take over the claim that triggered the run, or a claim that waits for its run, or claim waiting events."""
         found: Claim | NoClaim | None = None if event is None else self._requested_claim(draining, event)
         named = partition == self.partition
-        found = found or self._live_claim(draining, partition) or draining.claim(partition, named=named)
+        found = found or draining.take_over_live(partition, self._is_free) or draining.claim(partition, named=named)
         if isinstance(found, Claim):
             self._run(draining, found)
             return
@@ -188,26 +188,15 @@ class TaskClaims:
             claim, _ = draining.shard.claims.get(event.claim)
             # Ids of claims come again in a database that is restored or made anew.
             if self._is_free(claim) and event.names(claim):
-                return self._take_over(draining, claim)
+                return draining.take_over_held(claim)
         return None
-
-    def _live_claim(self, draining: Draining, partition: int) -> Claim | None:
-        """Take over the live claim of a partition, if this task may: the run that it is for may never come."""
-        live = draining.shard.claims.live(self.topic, self.consumer, partition)
-        return None if live is None or not self._is_free(live) else self._take_over(draining, live)
 
     def _is_free(self, claim: Claim) -> bool:
         """Whether no task has taken a claim over yet, or a try before of this run has.
 
-        Another run or another task of this run would lose its claim.
+        The run that the claim is for may never come. Another run or another task of this run would lose its claim.
         """
         return claim.owner == AIRFLOW_TRIGGER or (self.retried and claim.owner == self.owner)
-
-    def _take_over(self, draining: Draining, claim: Claim) -> Claim | None:
-        """Take over a claim; None if it is lost. Nobody needs to know that: another owner consumes its events."""
-        with suppress(ClaimLostError):
-            return draining.take_over(claim.id, previous=claim.owner)
-        return None
 
     def _draining(self, shard: Shard) -> Draining:
         if shard not in self._drainings:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
 
@@ -118,6 +119,17 @@ class Draining:
         """
         claim = self.shard.claims.adopt(claim_id, owner=self.owner, lease=self.limits.lease, previous=previous)
         return self._mine(claim)
+
+    def take_over_held(self, claim: Claim) -> Claim | None:
+        """Adopt a claim from the owner that `claim` names; None if it is lost: another owner consumes its events."""
+        with suppress(ClaimLostError):
+            return self.take_over(claim.id, previous=claim.owner)
+        return None
+
+    def take_over_live(self, partition: int, may: Callable[[Claim], bool]) -> Claim | None:
+        """Adopt the live claim of a partition if `may` allows it; None if there is no such claim, or if it is lost."""
+        live = self.shard.claims.live(self.consumer.topic, self.consumer.name, partition)
+        return None if live is None or not may(live) else self.take_over_held(live)
 
     def _mine(self, claim: Claim) -> Claim:
         return replace(claim, shard=self.shard.name)

@@ -238,21 +238,14 @@ class _OnShard:
         The attempt was of this run, or of a run that this run executes again. Its lease may last, but it is over: the
         claim gets a new epoch, so that a process that only seemed dead cannot commit it.
         """
-        draining = self.draining
-        live = draining.shard.claims.live(draining.consumer.topic, draining.consumer.name, partition)
-        if live is None or not self._is_earlier_attempt(live.owner):
-            return None
-        # A tick may have claimed the partition since.
-        with suppress(ClaimLostError):
-            return draining.take_over(live.id, previous=live.owner)
-        return None
+        return self.draining.take_over_live(partition, self._is_of_earlier_attempt)
 
-    def _is_earlier_attempt(self, owner: str) -> bool:
-        """Whether an owner of claims is this run, or an ended run that this run executes again."""
-        if owner == self.draining.owner:
+    def _is_of_earlier_attempt(self, claim: Claim) -> bool:
+        """Whether the owner of a claim is this run, or an ended run that this run executes again."""
+        if claim.owner == self.draining.owner:
             return True
         executed = ancestors(self.context.run, self.context.instance)
-        return any(owner == owner_of_run(run_id) and _is_over(self.context, run_id) for run_id in executed)
+        return any(claim.owner == owner_of_run(run_id) and _is_over(self.context, run_id) for run_id in executed)
 
     @contextmanager
     def _keeping(self, claim_id: int) -> Iterator[None]:
