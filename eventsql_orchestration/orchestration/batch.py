@@ -13,7 +13,7 @@ from eventsql_orchestration.consuming.batch import BatchResult, matching
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.consuming.dead_letter_values import describe
 from eventsql_orchestration.consuming.failures import Failure
-from eventsql_orchestration.consuming.handlers import BatchHandler, call_handler, check_returned, errors_of_handler
+from eventsql_orchestration.consuming.handlers import BatchHandler, call_handler, errors_of_handler
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.translation import ended_for_time
 from eventsql_orchestration.errors import ClaimLostError, DatabaseError
@@ -93,7 +93,7 @@ class BatchConsumer:
             replayed += BatchResult(len(chosen), events[-1].id, len(events) - len(chosen))
         return replayed
 
-    def _call(self, events: Sequence[Event], connection: Connection) -> object:
+    def _call(self, events: Sequence[Event], connection: Connection) -> None:
         """Call the function in a transaction that the server ends if this process stands still."""
         connection.execute(
             "SELECT pg_catalog.set_config('idle_in_transaction_session_timeout', %s, true)",
@@ -105,11 +105,9 @@ class BatchConsumer:
         except errors_of_handler() as error:
             self.tracebacks.show(error)
             raise
-        check_returned(returned)
         self.tracebacks.show_unused(
             returned, "a function of batches returns None, and a function of whole claims may return metadata"
         )
-        return returned
 
 
 @dataclass(frozen=True)

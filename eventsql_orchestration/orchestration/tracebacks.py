@@ -9,6 +9,7 @@ import logging
 import traceback
 from dataclasses import dataclass, field
 
+from eventsql_orchestration.consuming.handlers import check_returned
 from eventsql_orchestration.consuming.tracebacks import traceback_of
 
 
@@ -30,6 +31,8 @@ class Tracebacks:
             self.log.warning("the function raised %s:\n%s", type(error).__name__, traceback_of(error))
 
     def show_unused(self, returned: object, advice: str) -> None:
+        """Raises `TypeError` as `check_returned`."""
+        check_returned(returned)
         kind = type(returned)
         if returned is not None and kind not in self._unused:
             self._unused.add(kind)

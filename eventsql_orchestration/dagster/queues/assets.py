@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 import dagster as dg
 
 from eventsql_orchestration import Connection, EventSQL, Publication, Topic
-from eventsql_orchestration.consuming.handlers import check_ran, check_returned
+from eventsql_orchestration.consuming.handlers import check_ran
 from eventsql_orchestration.dagster.consumers.options import DEFAULT_TICKS, AssetOptions, TickOptions
 from eventsql_orchestration.dagster.consumers.sensors import build_sensor
 from eventsql_orchestration.dagster.consumers.user_function import UserFunction
@@ -254,7 +254,6 @@ class _Step:
             returned = call(messages=messages, connection=connection)
             if self.publishes:
                 return self._publish(context, eventsql, returned, connection)
-            check_returned(returned)
             tracebacks.show_unused(
                 returned, "a worker returns None, or publications for the topics that it `publishes`"
             )
