@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,8 @@ from eventsql_orchestration.cli.doctor_database import (
 )
 from eventsql_orchestration.cli.doctor_store import store_findings
 from eventsql_orchestration.cli.findings import Finding, Status
-from eventsql_orchestration.database import Database, sessions
+from eventsql_orchestration.database import Connection, Database, sessions
+from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.database.urls import parse_dsn, render
 from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError
 from eventsql_orchestration.store import Change
@@ -125,71 +127,72 @@ def test_a_process_that_has_used_a_promoted_standby_publishes_nothing_to_the_for
     assert list(platform.registry.topics()) == orders
 
 
-def test_commits_that_wait_for_a_standby_are_named_and_not_as_transactions_that_may_be_ended(until: Until) -> None:
-    """Whoever ends such a session lets others see events that a failover loses."""
+def waiting(platform: EventSQL) -> list[Finding]:
+    """The doctor's findings of commits that wait for a standby."""
+    return list(commit_findings(platform.database, longer_than=0.0))
+
+
+@contextmanager
+def commit_that_waits(server: EmbeddedPostgres, platform: EventSQL, commit: Callable[[], object]) -> Iterator[None]:
+    """Let a server wait for a standby that is absent, and commit in a thread until a commit waits.
+
+    The server heeds the setting a moment after it takes the setting: a commit before that does not wait.
+    """
     ended = threading.Event()
-    with (
-        own_server() as server,
-        EventSQL(server.create_database("app"), transfer=False) as platform,
-        server.start().connect("postgres") as administrator,
-        ThreadPoolExecutor() as executor,
-    ):
-        platform.registry.register_topic(Topic("orders"))
 
-        def publish() -> None:
-            while not ended.is_set():
-                platform.publisher.publish(Publication("orders", b"1"))
+    def commit_on() -> None:
+        while not ended.is_set():
+            commit()
 
-        def waiting() -> list[Finding]:
-            return list(commit_findings(platform.database, longer_than=0.0))
+    with server.start().connect("postgres") as administrator, ThreadPoolExecutor() as executor:
 
         def reload(statement: str) -> None:
             administrator.execute(statement)
             administrator.execute("SELECT pg_reload_conf()")
 
-        assert waiting() == []
         reload("ALTER SYSTEM SET synchronous_standby_names TO 'absent'")
-        publishing = executor.submit(publish)
+        committing = executor.submit(commit_on)
         try:
-            until(waiting)
-            (finding,) = waiting()
-            assert finding.status is Status.PROBLEM
-            assert "'absent'" in finding.message
-            assert list(transaction_findings(platform.database, longer_than=0.0)) == []
+            wait_until(lambda: waiting(platform), "a commit waits for a standby")
+            yield
         finally:
             ended.set()
             reload("ALTER SYSTEM RESET synchronous_standby_names")
-        publishing.result()
-        assert waiting() == []
+        committing.result()
 
 
-def test_a_subscription_that_waits_for_a_commit_that_waits_for_a_standby_asks_for_the_standby(until: Until) -> None:
+def test_commits_that_wait_for_a_standby_are_named_and_not_as_transactions_that_may_be_ended() -> None:
+    """Whoever ends such a session lets others see events that a failover loses."""
+    with own_server() as server, EventSQL(server.create_database("app"), transfer=False) as platform:
+        platform.registry.register_topic(Topic("orders"))
+        assert waiting(platform) == []
+        with commit_that_waits(server, platform, lambda: platform.publisher.publish(Publication("orders", b"1"))):
+            (finding,) = waiting(platform)
+            assert finding.status is Status.PROBLEM
+            assert "'absent'" in finding.message
+            assert list(transaction_findings(platform.database, longer_than=0.0)) == []
+        assert waiting(platform) == []
+
+
+def test_a_subscription_that_waits_for_a_commit_that_waits_for_a_standby_asks_for_the_standby() -> None:
     """Changes that need no standby are committed behind a change that waits for it."""
-    with (
-        own_server() as server,
-        EventSQL(server.create_database("app"), transfer=False) as platform,
-        server.start().connect("postgres") as administrator,
-        ThreadPoolExecutor() as executor,
-    ):
+    with own_server() as server, EventSQL(server.create_database("app"), transfer=False) as platform:
         store = platform.store
+        ids = map(str, itertools.count())
         store.subscribe("mailer", lambda _change, _connection: None, background=False).run_once()
-        administrator.execute("ALTER SYSTEM SET synchronous_standby_names TO 'absent'")
-        administrator.execute("SELECT pg_reload_conf()")
-        first = executor.submit(store.append, "order", "1", [Change("placed", {})], expected_version=0)
-        try:
-            until(lambda: list(commit_findings(platform.database, longer_than=0.0)))
+
+        def place(connection: Connection | None = None) -> None:
+            store.append("order", next(ids), [Change("placed", {})], expected_version=0, connection=connection)
+
+        with commit_that_waits(server, platform, place):
             with platform.database.transaction() as connection:
                 connection.execute("SET LOCAL synchronous_commit TO local")
-                store.append("order", "2", [Change("placed", {})], expected_version=0, connection=connection)
+                place(connection)
             (found,) = store_findings(platform.shards[0], stalled_after=0.0)
             assert found.remedy is not None
             assert "pg_terminate_backend" not in found.remedy
             (lag,) = store.subscriptions()
             assert "its commit waits for a standby" in str(lag.why)
-        finally:
-            administrator.execute("ALTER SYSTEM RESET synchronous_standby_names")
-            administrator.execute("SELECT pg_reload_conf()")
-        first.result()
 
 
 def test_a_server_that_the_url_names_twice_is_one_server(direct_dsn: str) -> None:
