@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,17 +50,23 @@ def platform(pair: Pair) -> Iterator[EventSQL]:
         yield opened
 
 
+def is_read_only(connection: Connection) -> bool:
+    """Whether a session takes no writes: it heeds a setting of the server a moment after the server takes it."""
+    return connection.execute("SHOW transaction_read_only").fetchone() == ("on",)
+
+
 def test_connections_to_a_server_that_takes_no_more_writes_are_replaced_by_those_to_another_server(
     pair: Pair, platform: EventSQL
 ) -> None:
     """As a failover ends that lets the former primary run, read only."""
     with ExitStack() as held:
-        for _ in range(4):
-            held.enter_context(platform.database.connection())
-    with pair.primary.start().connect("postgres") as connection:
-        connection.execute("ALTER SYSTEM SET default_transaction_read_only TO on")
-        connection.execute("ALTER SYSTEM RESET synchronous_standby_names")
-        connection.execute("SELECT pg_reload_conf()")
+        connections = [held.enter_context(platform.database.connection()) for _ in range(4)]
+        with pair.primary.start().connect("postgres") as administrator:
+            administrator.execute("ALTER SYSTEM SET default_transaction_read_only TO on")
+            administrator.execute("ALTER SYSTEM RESET synchronous_standby_names")
+            administrator.execute("SELECT pg_reload_conf()")
+        for connection in connections:
+            wait_until(partial(is_read_only, connection), "the session heeds the setting")
     pair.promote(lose=False)
 
     def insist(call: Callable[[], object]) -> int:
