@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 import re
@@ -53,16 +54,17 @@ pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
 class Orders:
-    """Publishes numbered events of some keys, and looks at what consumers were handed."""
+    """Publishes numbered events of some keys in turn, and looks at what consumers were handed."""
 
     def __init__(self, platform: EventSQL) -> None:
         self.platform = platform
+        self._keys = itertools.cycle(KEYS)
         self.published: dict[str, int] = dict.fromkeys(KEYS, 0)
         self.handled: dict[str, list[int]] = {key: [] for key in KEYS}
 
     def publish(self, events: int = 200, *, transfer: bool = True) -> None:
         for _ in range(events):
-            key = random.choice(KEYS)
+            key = next(self._keys)
             self.platform.publisher.publish(Publication("orders", str(self.published[key]).encode(), key=key))
             self.published[key] += 1
         if transfer:
