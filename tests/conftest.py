@@ -246,6 +246,8 @@ def server() -> Iterator[EmbeddedPostgres]:
             # No test outlives its machine, and a killed server has given what it wrote to the kernel.
             connection.execute("ALTER SYSTEM SET fsync TO off")
             connection.execute("ALTER SYSTEM SET full_page_writes TO off")
+            # Its transactions would hold back the changes of stores, in each database of the server.
+            connection.execute("ALTER SYSTEM SET autovacuum TO off")
             # The copy of a database looks at all buffers twice.
             connection.execute("ALTER SYSTEM SET shared_buffers TO '128MB'")
             hash_password(connection, times=1)

@@ -332,7 +332,6 @@ def platform(administrator: Administrator, watch: Watch, storage: Storage) -> It
             connection.execute("SELECT setval(%s, %s)", [sequence, END - BEGUN])
             segments.ensure_ahead(connection, "eventsql", "orders")
             begun = sql.Identifier("eventsql", segments.segment_name("orders", FILLED * SEGMENT))
-            connection.execute(sql.SQL("ALTER TABLE {} SET (autovacuum_enabled = off)").format(begun))
             connection.execute(
                 sql.SQL(EVENTS[storage]).format(
                     segment=begun, beginning=BEGINNING.isoformat(), first=END - BEGUN + 1, last=END
@@ -657,7 +656,6 @@ def fill_buffer(platform: EventSQL) -> None:
     for topic in (Topic("flood"), Topic("orders", 10), Topic("rare")):
         platform.registry.register_topic(topic)
     with platform.database.connection() as connection:
-        connection.execute("ALTER TABLE eventsql.event_buffer SET (autovacuum_enabled = off)")
         connection.execute(
             "INSERT INTO eventsql.event_buffer_lock SELECT 'idle ' || n FROM generate_series(4, %s) n", [TOPICS]
         )
