@@ -398,8 +398,9 @@ def test_processes_that_each_have_little_time_compact_the_whole_log_after_one_an
 
 def test_a_topic_in_rows_is_refused(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders", storage="rows"))
-    with pytest.raises(RegistryError):
+    with pytest.raises(RegistryError) as refused:
         platform.compactor.plan("orders")
+    assert refused.type is RegistryError, "and not that there is no such topic"
 
 
 # Giving space back
