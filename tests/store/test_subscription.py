@@ -377,7 +377,10 @@ def test_a_replay_while_a_change_fails_skips_nothing(store: Store) -> None:
 
 
 def test_a_replay_lets_a_failed_change_be_tried_at_once_and_as_often_as_a_new_one(store: Store) -> None:
+    tried: list[RecordedChange] = []
+
     def fails(change: RecordedChange, _connection: Connection) -> None:
+        tried.append(change)
         raise ValueError("not today")
 
     put(store, "1", 1)
@@ -385,6 +388,7 @@ def test_a_replay_lets_a_failed_change_be_tried_at_once_and_as_often_as_a_new_on
     drain(subscription)
     store.replay("mailer")
     drain(subscription)
+    assert len(tried) == 2
     assert [(each.attempts, each.dead_letters) for each in store.subscriptions()] == [(1, 0)]
 
 
