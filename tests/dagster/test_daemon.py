@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
 import sys
 import time
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import dagster as dg
 import pytest
 import yaml  # type: ignore[import-untyped]  # it comes with dagster, without types
+from dagster._core.test_utils import create_run_for_test
+from dagster._daemon.monitoring import concurrency, execute_concurrency_slots_iteration
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.dagster import write_instance
@@ -44,6 +50,23 @@ def test_an_instance_can_be_written_again_and_holds_no_password(home: Path, tmp_
     (limit,) = config["concurrency"]["runs"]["tag_concurrency_limits"]
     assert limit["key"] == BACKFILL_OF_TAG
     assert 0 < limit["limit"] < config["concurrency"]["runs"]["max_concurrent_runs"]
+
+
+def test_a_run_whose_process_was_killed_gives_its_place_in_a_pool_back(
+    stored: dg.DagsterInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `granularity: op`, the process of a step takes the place, and gives it back at its end."""
+    killed, waiting = (create_run_for_test(stored, status=dg.DagsterRunStatus.STARTED) for _ in range(2))
+    storage: Any = stored.event_log_storage
+    storage.set_concurrency_slots("one", 1)
+    assert storage.claim_concurrency_slot("one", killed.run_id, "step").is_claimed
+    assert not storage.claim_concurrency_slot("one", waiting.run_id, "step").is_claimed
+
+    stored.report_run_failed(killed)
+    monkeypatch.setattr(concurrency, "get_current_datetime", lambda: datetime.now(UTC) + timedelta(days=1))
+    context: Any = SimpleNamespace(instance=stored)
+    list(execute_concurrency_slots_iteration(context, logging.getLogger(__name__)))
+    assert storage.claim_concurrency_slot("one", waiting.run_id, "step").is_claimed
 
 
 def test_the_storage_has_its_own_schema_whatever_options_the_url_has() -> None:

@@ -87,6 +87,8 @@ def instance_config(*, max_concurrent_runs: int = 6) -> dict[str, Any]:
             "poll_interval_seconds": 10,
             # The next tick claims anew, and run_retries retries: a resumed run would compete with both.
             "max_resume_run_attempts": 0,
+            # With `granularity: op`, a process that was killed keeps its place in a pool, and nobody else gets it.
+            "free_slots_after_run_end_seconds": 60,
         },
         # Only runs with the tag dagster/max_retries are retried.
         "run_retries": {"enabled": True},
