@@ -1,8 +1,9 @@
-"""How a running Dagster tells why runs of a backfill failed."""
+"""How a running Dagster tells which runs of a backfill have ended, and why they failed."""
 
 import dagster as dg
 
 from eventsql_orchestration.dagster.backfills.remote_launcher import RemoteDagster
+from eventsql_orchestration.dagster.tags import UNFINISHED
 from eventsql_orchestration.orchestration.backfills.launcher import Ended
 from tests.dagster.webservers import served
 
@@ -31,3 +32,11 @@ def test_the_reason_of_a_failed_run_is_found_behind_its_messages(
         failed: Ended(False, f"ValueError: row 1100 is broken ({url}/runs/{failed})"),
         lost.run_id: Ended(False, f"Its machine went away. ({url}/runs/{lost.run_id})"),
     }
+
+
+def test_a_run_of_any_unfinished_status_has_not_ended(shared_instance: dg.DagsterInstance, instance_home: str) -> None:
+    statuses = [status for status in UNFINISHED if status is not dg.DagsterRunStatus.QUEUED]  # needs an origin
+    unfinished = [shared_instance.create_run_for_job(talking, status=status).run_id for status in statuses]
+    with served(instance_home) as url:
+        ended = RemoteDagster(url, "orders", "ledger").ended([*unfinished, "deleted"])
+    assert ended == {"deleted": Ended(False, f"it was deleted ({url}/runs/deleted)")}

@@ -10,15 +10,16 @@ from typing import Any, Final
 from eventsql_orchestration.dagster.backfills.assets import ASSETS_METADATA, backfill_of
 from eventsql_orchestration.dagster.backfills.job import DEFINE_IT, DagsterJob
 from eventsql_orchestration.dagster.local.webserver import Webserver, listed_tags, one_line
-from eventsql_orchestration.dagster.tags import BACKFILL_OF_TAG, DAGSTER_PARTITION_TAG
+from eventsql_orchestration.dagster.tags import BACKFILL_OF_TAG, DAGSTER_PARTITION_TAG, FINISHED
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.orchestration.backfills.launcher import Ended, Launcher
 from eventsql_orchestration.orchestration.errors import LocalDagsterError, RunFailedError
 
 _SUBMITTED: Final = ["QUEUED", "MANAGED", "STARTING", "STARTED", "CANCELING"]
-"""Without NOT_STARTED, which a run stays for ever if its webserver was killed between creating and submitting it."""
+"""Without NOT_STARTED, which a run stays for ever if its webserver was killed between creating and submitting it, and
+without SUSPENDED, which older webservers refuse."""
 
-_UNDER_WAY: Final = ["NOT_STARTED", *_SUBMITTED]
+_ENDED: Final = {"deleted", *(status.value for status in FINISHED)}
 
 _ADD_PARTITION: Final = """
 mutation ($selector: RepositorySelector!, $name: String!, $key: String!) {
@@ -106,7 +107,7 @@ class RemoteDagster(Launcher):
         ended = {}
         for run_id in ids:
             status = found.get(run_id, "deleted")
-            if status not in _UNDER_WAY:
+            if status in _ENDED:
                 why = self._why(run_id) if status == "FAILURE" else f"it was {status.lower()}"
                 ended[run_id] = Ended(status == "SUCCESS", f"{why} ({self.url}/runs/{run_id})")
         return ended
