@@ -49,7 +49,7 @@ def report(
             dg.AssetObservation(
                 asset_key=key,
                 description=counted(len(drained.dead_letters), "new dead letter"),
-                metadata={"dead letters": len(drained.dead_letters), "events given up": _dead_letters(drained)},
+                metadata=_dead_letters(drained),
             )
         )
     if drained.failures:
@@ -96,13 +96,13 @@ def _failure(consumer: Consumer, claim: Claim, failure: Failure, *, accepts: boo
     )
 
 
-def _dead_letters(drained: Drained) -> dg.MetadataValue:
-    return dg.MetadataValue.json(
-        [
-            {"event": letter.event_id, "partition": letter.partition, "error": letter.error}
-            for letter in drained.dead_letters
-        ]
-    )
+def _dead_letters(drained: Drained) -> dict[str, Any]:
+    """Metadata for the new dead letters; empty without any."""
+    letters = [
+        {"event": letter.event_id, "partition": letter.partition, "error": letter.error}
+        for letter in drained.dead_letters
+    ]
+    return {"dead letters": len(letters), "events given up": dg.MetadataValue.json(letters)} if letters else {}
 
 
 def results(
@@ -123,10 +123,8 @@ def results(
         "events": drained.events,
         ROW_COUNT: drained.events,
         "claims": len(drained.claims),
+        **_dead_letters(drained),
     }
-    if drained.dead_letters:
-        metadata["dead letters"] = len(drained.dead_letters)
-        metadata["events given up"] = _dead_letters(drained)
     if (note := drained.lost or drained.note) is not None:
         metadata["note"] = note
     yield key, metadata
