@@ -178,7 +178,7 @@ def _add_topics(families: _Families, counted: _Counted) -> None:
         families.counter("events_transferred", text, transferred, **own)
         families.gauge("buffer_events", "Events that wait for the transfer.", each.buffered, **own)
         families.gauge("buffer_seconds", "Age of the oldest event in the buffer.", each.buffered_seconds, **own)
-        families.gauge("topic_partitions", "Partitions of the topic.", each.partitions, **own)
+        families.gauge("topic_partitions", "Partitions of the topic; -1 without partitions.", each.partitions, **own)
         families.gauge("topic_bytes", "Bytes of the log with its indexes.", each.bytes, **own)
         families.gauge("topic_oldest_seconds", "Age of the oldest event in the log.", each.oldest_seconds or 0.0, **own)
         if each.retention is not None and each.retention.seconds is not None:
