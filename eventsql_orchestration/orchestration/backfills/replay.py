@@ -114,7 +114,7 @@ class WindowReplay:
 
     def is_finished(self) -> bool:
         """Whether the backfill has ended with all of its windows replayed."""
-        return bool(self._backfills.finished(self.topic, self.backfill_id, self.consumer))
+        return self._backfills.is_finished(self.topic, self.backfill_id, self.consumer)
 
     def _look(self) -> tuple[Backfill, Replayed]:
         backfill = self._backfills.find(self.topic, self.backfill_id, self.consumer)
