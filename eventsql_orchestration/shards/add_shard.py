@@ -89,6 +89,9 @@ class ShardAddition:
         registry = self._old[0].registry
         topics = registry.topics() if self._old[0].database.revision() is not None else []
         consumers = {(state.topic, state.name) for state in registry.consumers()} if topics else set()
+        if topics and states[0].name is None:
+            with self._old[0].database.pooled() as connection:
+                self._old[0].store.refuse_captures(connection)
         return Addition(
             name, tuple(sorted(names)), generation, 1 / (len(names) + 1), len(topics), len(consumers),
             new.name is not None, fenced, new.active,

@@ -127,15 +127,20 @@ class ShardStore:
             lock_registry(connection)
             driver = driver_connection(connection)
             state = self._state(driver)
-            captured = fetch_first(driver, Queries("capture", self._database.schema)("any_capture"))
-            if state.name is None and captured is not None:
-                table, topic = captured
-                drop = advised("capture drop --execute", table, topic)
-                raise ShardSetError(
-                    f"{self._database} cannot become a shard: its table {table} is captured to topic {topic!r}, "
-                    f"and keys may belong to another shard. `{drop}` ends that"
-                )
+            if state.name is None:
+                self.refuse_captures(driver)
             yield state, driver
+
+    def refuse_captures(self, connection: Connection) -> None:
+        """Raise `ShardSetError` if a table is captured here: its trigger cannot send a key to another shard."""
+        captured = fetch_first(connection, Queries("capture", self._database.schema)("any_capture"))
+        if captured is not None:
+            table, topic = captured
+            drop = advised("capture drop --execute", table, topic)
+            raise ShardSetError(
+                f"{self._database} cannot become a shard: its table {table} is captured to topic {topic!r}, "
+                f"and keys may belong to another shard. `{drop}` ends that"
+            )
 
     def become(
         self, connection: Connection, name: str, set_id: str, generations: Sequence[frozenset[str]], *, active: bool

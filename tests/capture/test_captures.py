@@ -196,8 +196,10 @@ def test_a_shard_cannot_capture_and_a_captured_database_cannot_become_one(
 ) -> None:
     new = EventSQL(server.create_database("another"))
     try:
-        with pytest.raises(ShardSetError):
-            ShardAddition(orders.shards, new.shards[0]).execute()
+        addition = ShardAddition(orders.shards, new.shards[0])
+        for step in (addition.plan, addition.execute):
+            with pytest.raises(ShardSetError, match="capture drop"):
+                step()
         orders.captures.drop("orders", "changes")
         ShardAddition(orders.shards, new.shards[0]).execute()
         with pytest.raises(ShardError):
