@@ -14,6 +14,7 @@ A letter that fails again keeps all of these.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
@@ -62,17 +63,20 @@ MAX_CHAIN: Final = 100
 
 MAX_MESSAGE_LENGTH: Final = 2_000
 
+_POINTER: Final = re.compile(r"\n[ \t]*\^$", re.MULTILINE)
+"""PostgreSQL's pointer below the line of a statement: it says nothing where the lines are joined, as in tables."""
+
 NEVER: Final = 100 * 365 * 86_400.0
 """Seconds until an event is due again if the factory made no dead letter of it: it waits for a resumption."""
 
 
 def describe(error: BaseException) -> str:
-    """A failure as storable text: `Type: message`, without NUL characters and cut at 2,000 characters."""
+    """A failure as storable text: `Type: message`, without NUL characters and pointers, cut at 2,000 characters."""
     try:
         said = str(error)
     except Exception:  # noqa: BLE001 - the class of an error may be the handler's
         said = "this error has no text, because its __str__ fails"
-    return storable(f"{type(error).__name__}: {said}")[:MAX_MESSAGE_LENGTH]
+    return storable(f"{type(error).__name__}: {_POINTER.sub('', said)}")[:MAX_MESSAGE_LENGTH]
 
 
 @dataclass(frozen=True, slots=True)

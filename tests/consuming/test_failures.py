@@ -571,6 +571,16 @@ def test_a_failure_of_any_text_can_be_noted(platform: EventSQL) -> None:
     assert len(failure) == 2_000
 
 
+def test_the_failure_of_a_statement_has_its_line_and_no_pointer_below_it(platform: EventSQL) -> None:
+    def handle(events: Sequence[Event], connection: Connection) -> None:
+        connection.execute("SELECT substr(1)")
+
+    consume(platform, handle)
+    failure = state_of(platform).failure or ""
+    assert "LINE 1: SELECT substr(1)\nHINT:" in failure
+    assert "^" not in failure
+
+
 # Retry
 
 
