@@ -77,7 +77,7 @@ class LogFollower:
         elif pending is None:
             self._pending = _Pending(newest, writers)
         else:
-            # A prepared transaction had another name before it was prepared.
+            # A prepared transaction gets another name, `-1/…`, when its server starts anew.
             pending.writers |= {writer for writer in writers if writer.startswith("-1/")}
             if pending.writers.isdisjoint(writers):
                 self._settled, self._pending = pending.newest, _Pending(newest, writers)
