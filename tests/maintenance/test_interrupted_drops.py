@@ -106,6 +106,16 @@ def test_nobody_makes_a_topic_anew_while_an_earlier_drop_is_finished(
     assert len(platform.reader.read("orders")) == 5
 
 
+def test_the_plan_of_a_run_leaves_a_drop_that_an_earlier_run_has_begun(platform: EventSQL, session: Connection) -> None:
+    retained(platform, events=27)
+    detached = detach_first(session)
+    session.execute(f"COMMENT ON TABLE eventsql.{detached} IS '{DROPPED}'")
+    platform.retention.run_once(execute=False)
+    assert session.execute("SELECT to_regclass(%s)", [f"eventsql.{detached}"]).fetchone() != (None,)
+    platform.retention.run_once()
+    assert session.execute("SELECT to_regclass(%s)", [f"eventsql.{detached}"]).fetchone() == (None,)
+
+
 def test_a_segment_that_is_detached_and_not_dropped_yet_is_dropped_by_the_next_run(
     platform: EventSQL, session: Connection
 ) -> None:
