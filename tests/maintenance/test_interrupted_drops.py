@@ -116,6 +116,17 @@ def test_the_plan_of_a_run_leaves_a_drop_that_an_earlier_run_has_begun(platform:
     assert session.execute("SELECT to_regclass(%s)", [f"eventsql.{detached}"]).fetchone() == (None,)
 
 
+def test_a_run_for_one_topic_leaves_the_drop_that_a_run_for_another_topic_has_begun(
+    platform: EventSQL, session: Connection
+) -> None:
+    retained(platform, events=27)
+    platform.registry.register_topic(Topic("payments", retention=Retention(events=27)))
+    detached = detach_first(session)
+    session.execute(f"COMMENT ON TABLE eventsql.{detached} IS '{DROPPED}'")
+    platform.retention.run_once(["payments"])
+    assert session.execute("SELECT to_regclass(%s)", [f"eventsql.{detached}"]).fetchone() != (None,)
+
+
 def test_a_segment_that_is_detached_and_not_dropped_yet_is_dropped_by_the_next_run(
     platform: EventSQL, session: Connection
 ) -> None:

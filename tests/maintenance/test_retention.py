@@ -90,6 +90,17 @@ def test_segments_beyond_a_number_of_events_go(platform: EventSQL) -> None:
     assert platform.retention.run_once()[0].segments == 1
 
 
+def test_redrives_of_dead_letters_go_with_their_letters(platform: EventSQL, session: Connection) -> None:
+    platform.registry.register_topic(Topic("orders"))
+    platform.registry.register_topic(Topic("orders_dlt", retention=Retention(events=27)))
+    fill(platform, 60, "orders_dlt")
+    redriven = "INSERT INTO eventsql.redriven_dead_letter (eql_topic, eql_letter_id) VALUES ('orders_dlt', %s)"
+    for letter in (1, 60):
+        session.execute(redriven, [letter])
+    platform.retention.run_once()
+    assert session.execute("SELECT eql_letter_id FROM eventsql.redriven_dead_letter").fetchall() == [(60,)]
+
+
 def test_segments_beyond_an_age_go(platform: EventSQL, session: Connection) -> None:
     retained(platform, seconds=3600)
     assert platform.retention.run_once()[0].segments == 0
