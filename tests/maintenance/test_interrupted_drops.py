@@ -372,6 +372,35 @@ def test_a_topic_that_is_made_anew_while_leftovers_are_cleared_keeps_its_segment
     assert platform.reader.count("orders") == 5
 
 
+def test_the_segment_of_a_deleted_topic_is_dropped_and_no_plan_drops_it(
+    platform: EventSQL, session: Connection
+) -> None:
+    former = left_over(platform, session)
+    session.execute("INSERT INTO eventsql.redriven_dead_letter (eql_topic, eql_letter_id) VALUES ('gone_dlt', 1)")
+    platform.retention.run_once(execute=False)
+    assert session.execute("SELECT to_regclass(%s)", [f"eventsql.{former}"]).fetchone() != (None,)
+    assert len(Leftovers(platform.shards[0].database).find()) == 1
+    platform.retention.run_once()
+    assert session.execute("SELECT to_regclass(%s)", [f"eventsql.{former}"]).fetchone() == (None,)
+    assert Leftovers(platform.shards[0].database).find() == []
+
+
+def test_nobody_makes_a_topic_anew_while_its_former_segments_are_dropped(
+    platform: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left_over(platform, session)
+    found_detached, free = segment_drops._detached, list[bool]()
+
+    def late(*arguments: Any) -> Any:
+        (is_free,) = session.execute("SELECT pg_try_advisory_xact_lock(%s)", [REGISTRY_LOCK]).fetchone() or ()
+        free.append(is_free)
+        return found_detached(*arguments)
+
+    monkeypatch.setattr(segment_drops, "_detached", late)
+    platform.retention.run_once()
+    assert free == [False]
+
+
 def test_a_leftover_that_cannot_be_dropped_keeps_no_other_one(platform: EventSQL, session: Connection) -> None:
     former = left_over(platform, session)
     session.execute(f"CREATE VIEW eventsql.mine AS SELECT eql_id FROM eventsql.{former}")
