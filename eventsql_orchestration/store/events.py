@@ -11,6 +11,7 @@ from typing import Any, ClassVar, TypeAlias
 from uuid import UUID
 
 from eventsql_orchestration.boundary import checked, checks_itself
+from eventsql_orchestration.consuming.dead_letter_values import describe
 from eventsql_orchestration.errors import ChangeSchemaError, ValidationError
 from eventsql_orchestration.store.aggregate import Aggregate
 from eventsql_orchestration.store.change import Change, RecordedChange, check_schema_version, encode
@@ -56,14 +57,14 @@ def _encode(of: EventType, event: Any) -> dict[str, Any]:
         data: dict[str, Any] = asdict(event) if is_dataclass(of.form) else event.model_dump(mode="json", by_alias=True)
     except Exception as error:
         raise ValidationError(
-            f"{shown(event)} cannot be written as data of change {of.kind!r} ({type(error).__name__}: {error}): use "
-            "fields that become JSON"
+            f"{shown(event)} cannot be written as data of change {of.kind!r} ({describe(error)}): use fields that "
+            "become JSON"
         ) from error
     encode(f"data of change {of.kind!r}", data)
     try:
         returned = _decode(of, data)
     except Exception as error:
-        raise ValidationError(f"{shown(event)} would not come back from its data: {error}") from error
+        raise ValidationError(f"{shown(event)} would not come back from its data: {describe(error)}") from error
     if returned != event:
         raise ValidationError(
             f"{shown(event)} would come back as {shown(returned)}: use a pydantic model for fields that are not JSON"
@@ -138,7 +139,7 @@ class Events:
         except Exception as error:
             raise ChangeSchemaError(
                 f"{of} has schema version {schema_version} and does not become a {found.form.__name__} of version "
-                f"{found.schema_version} ({type(error).__name__}: {error}): correct its data or the upcasters"
+                f"{found.schema_version} ({describe(error)}): correct its data or the upcasters"
             ) from error
 
 

@@ -11,6 +11,7 @@ import psycopg
 from psycopg.pq import TransactionStatus
 
 from eventsql_orchestration.boundary import checked
+from eventsql_orchestration.consuming.dead_letter_values import describe
 from eventsql_orchestration.database import CallersConnection, Connection
 from eventsql_orchestration.database.connections import joinable_connection
 from eventsql_orchestration.errors import ValidationError
@@ -81,9 +82,9 @@ class Repository(Generic[A]):
             aggregate.restore_at(snapshot.version, snapshot.state)
         except Exception as error:  # noqa: BLE001 - the changes are the truth, whatever is wrong with a snapshot
             logger.warning(
-                "%s %r: its snapshot at version %d cannot be restored, so all changes are replayed (%s: %s); "
+                "%s %r: its snapshot at version %d cannot be restored, so all changes are replayed (%s); "
                 "raise snapshot_schema of %s when its state() changes",
-                self._type, aggregate.id, snapshot.version, type(error).__name__, error, self._class.__name__,
+                self._type, aggregate.id, snapshot.version, describe(error), self._class.__name__,
             )  # fmt: skip
             return False
         return True

@@ -26,6 +26,7 @@ from eventsql_orchestration.store import (
     SnapshottingAggregate,
     Store,
 )
+from tests.effects import MuteError
 
 
 @dataclass(frozen=True)
@@ -173,6 +174,15 @@ def test_a_change_that_fits_no_type_is_named(accounts: Repository[Account], stor
     store.append("account", "1", [change], expected_version=0)
     with pytest.raises(ChangeSchemaError, match="account/1@1"):
         accounts.load("1")
+
+
+def test_a_change_is_named_whatever_error_its_upcaster_raises() -> None:
+    def upcast(_: dict[str, Any]) -> dict[str, Any]:
+        raise MuteError
+
+    events = Events([EventType("opened", Opened, 2, {1: upcast})])
+    with pytest.raises(ChangeSchemaError, match="MuteError"):
+        events._decode("opened", {}, 1, "")
 
 
 @dataclass

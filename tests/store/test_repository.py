@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.errors import ConcurrentAppendError, InvalidNameError, TopicNotFoundError, ValidationError
 from eventsql_orchestration.store import Aggregate, Repository, SnapshottingAggregate, Store
+from tests.effects import MuteError
 from tests.fixtures import SaidBy, Sessions, Terminate
 
 TOPIC = "order_events"
@@ -399,14 +400,18 @@ def test_snapshots_of_another_schema_are_left_out(
     assert Repository(store, Renewed, platform.publisher).load("1").applied < 9
 
 
+@pytest.mark.parametrize("error", [KeyError("colour"), MuteError()])
 def test_a_snapshot_that_cannot_be_restored_is_left_out_with_a_warning(
-    kept_orders: Repository[KeptOrder], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    kept_orders: Repository[KeptOrder],
+    error: Exception,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kept_orders.save(raised(3))
 
     def restore(order: KeptOrder, state: Mapping[str, Any]) -> None:
         order.applied = 100
-        raise KeyError("colour")
+        raise error
 
     monkeypatch.setattr(KeptOrder, "restore", restore)
     loaded = kept_orders.load("1")
