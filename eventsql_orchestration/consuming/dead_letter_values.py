@@ -63,7 +63,7 @@ MAX_CHAIN: Final = 100
 
 MAX_MESSAGE_LENGTH: Final = 2_000
 
-_POINTER: Final = re.compile(r"\n[ \t]*\^$", re.MULTILINE)
+POINTER: Final = re.compile(r"\n[ \t]*\^$", re.MULTILINE)
 """PostgreSQL's pointer below the line of a statement: it says nothing where the lines are joined, as in tables."""
 
 NEVER: Final = 100 * 365 * 86_400.0
@@ -76,7 +76,7 @@ def describe(error: BaseException) -> str:
         said = str(error)
     except Exception:  # noqa: BLE001 - the class of an error may be the handler's
         said = "this error has no text, because its __str__ fails"
-    return storable(f"{type(error).__name__}: {_POINTER.sub('', said)}")[:MAX_MESSAGE_LENGTH]
+    return storable(f"{type(error).__name__}: {POINTER.sub('', said)}")[:MAX_MESSAGE_LENGTH]
 
 
 @dataclass(frozen=True, slots=True)

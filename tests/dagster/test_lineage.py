@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 import dagster as dg
+import psycopg
 import pytest
 
 from eventsql_orchestration import Publication, Topic
@@ -24,8 +25,10 @@ from eventsql_orchestration.dagster import (
     topic_observations,
 )
 from eventsql_orchestration.dagster.lineage.origin import Origin, input_metadata
+from eventsql_orchestration.dagster.local.instance import STORAGE_SCHEMA
 from eventsql_orchestration.dagster.trace.runs import StoredRuns
 from eventsql_orchestration.errors import ClaimLostError, DatabaseError
+from eventsql_orchestration.orchestration.errors import LocalDagsterError
 from eventsql_orchestration.orchestration.trace.runs import RunInput
 from eventsql_orchestration.orchestration.trace.tracer import COPIES, Tracer
 from eventsql_orchestration.publishing.transfer import Transfer
@@ -257,6 +260,17 @@ def test_ranges_in_metadata_of_others_are_ignored(bench: Workbench, said: dict[s
     facts = StoredRuns(bench.instance).run(run_id)
     assert facts is not None
     assert facts.inputs == (RunInput("sums", -1, 5, 6),)
+
+
+def test_an_error_of_dagsters_storage_is_one_line_without_postgresqls_pointer(
+    stored: dg.DagsterInstance, dsn: str
+) -> None:
+    with psycopg.connect(dsn) as connection:
+        connection.execute(f"ALTER TABLE {STORAGE_SCHEMA}.runs RENAME run_body TO lost")
+    with pytest.raises(LocalDagsterError) as failed:
+        StoredRuns(stored).run("1")
+    assert "LINE" in failed.value.message
+    assert not {"\n", "^"} & set(failed.value.message)
 
 
 def test_publishers_are_told_apart_by_asset_output_partition_topic_and_first_run() -> None:

@@ -1,6 +1,7 @@
 """How a running Dagster tells which runs of a backfill have ended, and why they failed."""
 
 import dagster as dg
+import psycopg
 
 from eventsql_orchestration.dagster.backfills.remote_launcher import RemoteDagster
 from eventsql_orchestration.dagster.tags import UNFINISHED
@@ -12,7 +13,7 @@ from tests.dagster.webservers import served
 def talkative(context: dg.OpExecutionContext) -> None:
     for row in range(1_100):
         context.log.info(f"row {row}")
-    raise ValueError("row 1100 is broken")
+    raise psycopg.DataError("row 1100 is broken\nLINE 1: 1/0\n         ^\nHINT: check")
 
 
 @dg.job
@@ -29,7 +30,7 @@ def test_the_reason_of_a_failed_run_is_found_behind_its_messages(
     with served(instance_home) as url:
         ended = RemoteDagster(url, "orders", "ledger").ended([failed, lost.run_id])
     assert ended == {
-        failed: Ended(False, f"ValueError: row 1100 is broken ({url}/runs/{failed})"),
+        failed: Ended(False, f"psycopg.DataError: row 1100 is broken LINE 1: 1/0 HINT: check ({url}/runs/{failed})"),
         lost.run_id: Ended(False, f"Its machine went away. ({url}/runs/{lost.run_id})"),
     }
 

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import requests
 
+from eventsql_orchestration.consuming.dead_letter_values import POINTER
 from eventsql_orchestration.orchestration.errors import LocalDagsterError, RunFailedError
 from eventsql_orchestration.orchestration.webservers import check_url, proxies_of, without_credentials
 from eventsql_orchestration.validation import json_object
@@ -185,5 +186,5 @@ def listed_tags(tags: Mapping[str, str]) -> list[dict[str, str]]:
 
 
 def one_line(text: str) -> str:
-    """The message of an error, in one line of up to 500 characters, without Dagster's prefix."""
-    return re.sub(r"^dagster\.\S+: |^Failure: ", "", " ".join(text.split()))[:500]
+    """The message of an error, in one line of up to 500 characters, without Dagster's prefix and pointers."""
+    return re.sub(r"^dagster\.\S+: |^Failure: ", "", " ".join(POINTER.sub("", text).split()))[:500]

@@ -9,7 +9,8 @@ from typing import Any, Final
 
 import dagster as dg
 
-from eventsql_orchestration.dagster.local.webserver import Webserver
+from eventsql_orchestration.consuming.dead_letter_values import describe
+from eventsql_orchestration.dagster.local.webserver import Webserver, one_line
 from eventsql_orchestration.dagster.metadata_keys import INPUT_CONSUMER, INPUT_RANGES, INPUT_TOPIC
 from eventsql_orchestration.dagster.tags import DAGSTER_PARTITION_TAG, QUEUE_TAG
 from eventsql_orchestration.model import NOT_PARTITIONED
@@ -45,8 +46,7 @@ class StoredRuns:
             return None if record is None else self._facts(record)
         except Exception as error:
             # Each kind of storage raises errors of its own.
-            reason = " ".join(str(error).split())[:300]
-            raise LocalDagsterError(f"the storage of Dagster fails: {type(error).__name__}: {reason}") from error
+            raise LocalDagsterError(f"the storage of Dagster fails: {one_line(describe(error))}") from error
 
     def _facts(self, record: dg.RunRecord) -> RunFacts:
         run = record.dagster_run
