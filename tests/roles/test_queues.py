@@ -326,6 +326,29 @@ def test_a_sender_sends_no_message_that_nobody_could_receive(
     assert len(Queue(as_("worker"), queue).receive()) == 1
 
 
+def test_a_sender_that_leaves_its_transaction_open_holds_up_an_acknowledgement_until_it_ends(
+    queues: dict[str, Queue], login: Login
+) -> None:
+    queues["letters"].send(b"1", key="k")
+    with (
+        psycopg.connect(login("sender")) as sender,
+        psycopg.connect(login("worker"), autocommit=True, options="-c lock_timeout=50ms") as worker,
+    ):
+        sender.execute(
+            "SELECT eventsql.put_messages(eql_id, '{2}', '{k}', alone => true) FROM eventsql.queue "
+            "WHERE eql_name = 'letters'"
+        )
+        receive = "SELECT id, receipt, body FROM eventsql.queue_receive('letters', 10)"
+        (*first, body), *others = worker.execute(receive).fetchall()
+        acknowledge = "SELECT eventsql.queue_acknowledge('letters', %s, %s)"
+        with pytest.raises(psycopg.errors.LockNotAvailable):
+            worker.execute(acknowledge, first)
+        sender.commit()
+        worker.execute(acknowledge, first)
+        following = [body for *_, body in worker.execute(receive)]
+    assert (body, others, following) == (b"1", [], [b"2"])
+
+
 def test_the_error_names_the_role_that_may(queues: dict[str, Queue], as_: As) -> None:
     with pytest.raises(PermissionDeniedError) as refused:
         Queue(as_("worker"), "pictures").send(b"x")

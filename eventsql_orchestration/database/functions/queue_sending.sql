@@ -40,11 +40,13 @@ REVOKE EXECUTE ON FUNCTION {schema}.lock_last_of_keys(integer, text[]) FROM PUBL
 -- A message behind another message of its key is parked from the start: it waits out of sight, behind a message that
 -- this transaction has locked. Until this transaction ends, nobody can acknowledge the locked message. Its
 -- acknowledgement then sees the parked message. So only a transaction that ends at once (`alone`) takes a lock, and
--- never waits for it. Without a lock, the message is visible, and receivers decide.
+-- never waits for it. Without a lock, the message is visible, and receivers decide. Nothing checks that a transaction
+-- with `alone` ends at once: a sender that leaves it open delays the acknowledgement of one message of each of its keys
+-- (docs/roles.md).
 --
--- The function has its owner's rights, and a sender has no rights on the tables. A sender that could lock messages,
--- park them, choose ids or write deduplication ids could delay or lose the messages of other senders. The rules for
--- messages are the rules of `queue.NewMessage`, and receivers rely on them.
+-- The function has its owner's rights, and a sender has no rights on the tables. A sender that could lock any message,
+-- park messages, choose ids or write deduplication ids could lose the messages of other senders, or keep them back for
+-- ever. The rules for messages are the rules of `queue.NewMessage`, and receivers rely on them.
 CREATE OR REPLACE FUNCTION {schema}.put_messages(
     of_queue integer, bodies bytea[], keys text[] DEFAULT NULL, metadata text[] DEFAULT NULL,
     priorities integer[] DEFAULT NULL, dues timestamptz[] DEFAULT NULL, delays double precision[] DEFAULT NULL,
