@@ -63,8 +63,8 @@ def create(
         made = platform.captures.create(
             table, topic, key=key or None, columns=columns or None, snapshot=not no_snapshot, on_rows=update
         )
-    read = "" if no_snapshot else f"; {counted(made.snapshot_rows, 'row')} read"
-    say(f"table {made.table} is captured to topic {topic!r}{read}")
+    snapshot = "" if no_snapshot else f"; its snapshot of {counted(made.snapshot_rows, 'row')} is done"
+    say(f"table {made.table} is captured to topic {topic!r}{snapshot}")
 
 
 @contextmanager
