@@ -298,7 +298,10 @@ def adopt(context: CliContext) -> None:
     with context.platform() as platform:
         done = platform.store.adopt()
     if not done.changes:
-        say("nothing to adopt: the event store is ordered by this server")
+        say(
+            "nothing to adopt: this server orders the event store; run this again after you restore a dump of another "
+            "server, or after pg_upgrade"
+        )
         return
     say(f"adopted {counted(done.changes, 'change')}; subscriptions go on where they stood")
 
