@@ -19,6 +19,7 @@ import click
 from eventsql_orchestration.capture import Captures, drop_command
 from eventsql_orchestration.cli.context import CliContext, open_platform
 from eventsql_orchestration.cli.doctor_consumers import (
+    IDLE,
     consumer_findings,
     dead_letter_findings,
     idle_findings,
@@ -76,8 +77,7 @@ def doctor(
     stalled_after: Annotated[
         float,
         option(
-            "How long an event may wait for its transfer, a message for its receiver, and a change of the event store "
-            "for an open transaction.",
+            "How long an event may wait for its transfer, and a change of the event store for an open transaction.",
             type=Seconds(0, 86_400),
             default=10.0,
             metavar="SECONDS",
@@ -230,7 +230,7 @@ def _database(context: CliContext, shard: Shard, stalled_after: float) -> Iterat
         for check in (view_findings, projection_findings, partial(store_findings, stalled_after=stalled_after)):
             with suppress(PermissionDeniedError):
                 yield from check(shard)
-        yield from _queues(shard, stalled_after)
+        yield from _queues(shard)
 
 
 def _transfer(shard: Shard, stalled_after: float) -> Iterator[Finding]:
@@ -343,10 +343,10 @@ def _captures(shard: Shard) -> Iterator[Finding]:
             )
 
 
-def _queues(shard: Shard, stalled_after: float) -> Iterator[Finding]:
+def _queues(shard: Shard) -> Iterator[Finding]:
     """Queues whose messages nobody receives, and queues that have given messages up."""
     for each in queue_lags(shard.database):
-        if each.seconds > stalled_after and not each.for_dead_letters:
+        if each.seconds > IDLE.total_seconds() and not each.for_dead_letters:
             yield warning(
                 "queues",
                 f"a message of queue {each.queue} has been visible for {age(round(each.seconds))}",

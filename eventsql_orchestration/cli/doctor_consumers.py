@@ -24,7 +24,7 @@ from eventsql_orchestration.topics.side_consumers import without_backfills
 from eventsql_orchestration.validation import advised, age, counted
 
 IDLE: Final = timedelta(minutes=10)
-"""Time without consumption after which a consumer or subscription may have no process."""
+"""Time without consumption after which a consumer, a subscription or a queue may have no process."""
 
 
 def leftover_findings(shard: Shard) -> Iterator[Finding]:

@@ -28,6 +28,7 @@ from eventsql_orchestration.database import Database, migrations
 from eventsql_orchestration.database.roles import Roles
 from eventsql_orchestration.database.translation import MORE_CONNECTIONS
 from eventsql_orchestration.errors import DatabaseFullError, DatabaseUnavailableError, MissingExtraError
+from eventsql_orchestration.queue import Queue
 from eventsql_orchestration.spark.java import JavaRuntime, find_java
 from eventsql_orchestration.topics.registry import Registry
 from tests.cli.conftest import Run
@@ -201,6 +202,17 @@ def test_a_stalled_transfer_is_a_problem(run: Run, consumer: str, platform: Even
     assert finding["remedy"].startswith("run eventsql transfer, or Dagster's daemon")
     platform.transfer.run_once()
     assert diagnose(run, "--stalled-after", 0)[0] == 0
+
+
+def test_a_message_that_nobody_receives_is_named_after_ten_minutes(
+    run: Run, consumer: str, platform: EventSQL, session: psycopg.Connection
+) -> None:
+    Queue(platform, "jobs").send(b"1")
+    # A backlog, or the pause between two ticks of a sensor, takes minutes.
+    session.execute("UPDATE eventsql.queue_message SET eql_visible_at = eql_visible_at - interval '9 min'")
+    assert "queues" not in diagnose(run)[1]
+    session.execute("UPDATE eventsql.queue_message SET eql_visible_at = eql_visible_at - interval '2 min'")
+    assert "a message of queue jobs has been visible for 11 min" in fault(run, "queues", "warning")["message"]
 
 
 @pytest.mark.parametrize("waiting", ["1 event waits", "2 events wait"])
