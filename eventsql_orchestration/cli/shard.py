@@ -203,6 +203,11 @@ def _show(plan: Addition, database: Database) -> None:
         "keys that move": f"1 in {len(plan.names) + 1}", "to be defined there": defined,
         "fenced already": ", ".join(plan.fenced) or None,
     })  # fmt: skip
+    if len(plan.names) == 1 and not plan.active:
+        say(
+            "note: a service with one URL, also one with an outbox, gets WrongShardError for the keys that move: give "
+            "it all URLs; for an outbox, platform.shard_of(key) names the shard of its transaction"
+        )
     if database.url.database in _MAINTENANCE:
         say(
             f"note: {database.url.database!r} is the server's database for maintenance: create another database "

@@ -219,6 +219,7 @@ def test_a_shard_is_added_after_a_plan(orders: Run, whole: Run, dsns: list[str])
     database = dsns[2].rpartition("/")[2]
     assert re.search(rf"database +postgresql://eventsql:\*\*\*@127.0.0.1:\d+/{database}\n", planned.stdout)
     assert "a plan, nothing has changed" in planned.stderr
+    assert "WrongShardError" not in planned.stderr, "there are two shards: services have several URLs"
     assert len(objects(orders("shard", "list", "--json"))) == 2
     orders("shard", "add", "--dsn", dsns[2], "--name", "west", "--prepare")
     assert "shard 'west' takes events" in orders("shard", "add", "--dsn", dsns[2], "--execute").stderr
@@ -233,6 +234,14 @@ def test_a_shard_is_added_after_a_plan(orders: Run, whole: Run, dsns: list[str])
     assert "held back from shard west" in whole("doctor").stdout.replace("\n", " ")
     whole("consume", "orders", "mailer")
     assert "no consumer is held back" in whole("shard", "status").stderr
+
+
+def test_the_plan_of_a_second_database_names_the_error_of_services_with_one_url(dsns: list[str]) -> None:
+    alone = running(dsns[0])
+    alone("migrate")
+    assert "gets WrongShardError for the keys that move" in alone("shard", "add", "--dsn", dsns[1]).stderr
+    added = alone("shard", "add", "--dsn", dsns[1], "--execute")
+    assert "WrongShardError" not in added.stderr + alone("shard", "add", "--dsn", dsns[1]).stderr
 
 
 def test_commands_for_shards_say_that_they_need_the_urls_of_all(dsns: list[str]) -> None:
