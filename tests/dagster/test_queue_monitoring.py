@@ -103,6 +103,15 @@ def test_the_checks_are_red_beyond_their_limits_and_for_dead_letters(platform: E
     assert {name: passed for name, (passed, _) in healed.items()} == {"lag": True, "delivered": True}
 
 
+def test_the_checks_of_a_queue_that_is_not_registered_are_red_after_the_time_to_register(platform: EventSQL) -> None:
+    checks = build_queue_checks(PICTURES)
+    first = observed(platform, checks=checks)
+    assert [passed for passed, _ in verdicts(first).values()] == [True, True]
+    second = observed(platform, checks=checks, cursor=first.cursor, now=NOW + 60)
+    assert [passed for passed, _ in verdicts(second).values()] == [False, False]
+    assert "is not registered" in verdicts(second)["lag"][1]
+
+
 def test_a_shard_that_takes_too_long_stops_no_observation_of_the_others(
     shards: dict[str, Workbench], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,9 @@ RENEWAL_INTERVAL: Final = 60.0
 """Seconds between reports of a green check after its asset was materialized, because Dagster's UI then hides older
 results. A red check is reported again at once."""
 
+REGISTRATION_GRACE: Final = 60.0
+"""Seconds for the job `register`: on a new platform, sensors tick before it ends."""
+
 Memory: TypeAlias = Mapping[str, Any]
 """State of a check that is kept from one evaluation to the next, as JSON."""
 
@@ -228,7 +231,7 @@ class _LagRule:
         lag = look.state
         behind = f"{counted(lag.events, 'event')} and {lag.seconds:.1f} s behind"
         if not lag.registered:
-            return unregistered(self.consumer)
+            return unregistered(self.consumer, look)
         if lag.unknown is not None:
             fault = "the lag is unknown"
         elif self._is_far(lag):
@@ -246,6 +249,7 @@ class _LagRule:
         return (events is not None and lag.events > events) or (seconds is not None and lag.seconds > seconds)
 
 
-def unregistered(consumer: ConsumerDefinition) -> Verdict:
+def unregistered(consumer: ConsumerDefinition, look: Look[Any]) -> Verdict:
     """The result for a consumer that is not registered."""
-    return Verdict(False, consumer_missing(consumer.consumer), AssetLag(()).metadata(), "missing")
+    metadata = AssetLag(()).metadata()
+    return Verdict.beyond(consumer_missing(consumer.consumer), metadata, look, REGISTRATION_GRACE, face="missing")

@@ -80,7 +80,7 @@ class _DeliveredRule:
 
     def __call__(self, look: Look[AssetLag]) -> Verdict:
         if not look.state.registered:
-            return unregistered(self.consumer)
+            return unregistered(self.consumer, look)
         shards = shards_of(look.platform)
         found, silent = _Found([], [], {}), []
         for shard in shards:

@@ -11,6 +11,7 @@ import dagster as dg
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.dagster.monitoring.checks import (
     LAG_CHECK,
+    REGISTRATION_GRACE,
     Look,
     ReportedCheck,
     Verdict,
@@ -140,10 +141,20 @@ def build_queue_checks(
     return checks
 
 
+def _unknown(look: Look[QueueState]) -> Verdict | None:
+    """The result for a queue that is not registered, or whose numbers are not all known."""
+    state = look.state
+    if (fault := state.unknown) is None:
+        return None
+    if state.unreachable:
+        return Verdict(False, fault, state.metadata(), fault)
+    return Verdict.beyond(fault, state.metadata(), look, REGISTRATION_GRACE, face="missing")
+
+
 def _judge_lag(limits: QueueLimits, look: Look[QueueState]) -> Verdict:
     state = look.state
-    if (unknown := state.unknown) is not None:
-        return Verdict(False, unknown, state.metadata(), unknown)
+    if (unknown := _unknown(look)) is not None:
+        return unknown
     said = f"{counted(state.depth, 'message')} to receive, the longest wait is {state.seconds:.1f} s"
     exceeded = []
     if limits.max_messages is not None and state.depth > limits.max_messages:
@@ -159,8 +170,8 @@ def _judge_lag(limits: QueueLimits, look: Look[QueueState]) -> Verdict:
 
 def _judge_dead_letters(most: int, look: Look[QueueState]) -> Verdict:
     state = look.state
-    if (unknown := state.unknown) is not None:
-        return Verdict(False, unknown, state.metadata(), unknown)
+    if (unknown := _unknown(look)) is not None:
+        return unknown
     if state.dead <= most:
         return Verdict(True, counted(state.dead, "dead letter"), state.metadata(), "delivered")
     letters = next(str(lag.dead_letters) for lag in state.lags if lag.dead)
