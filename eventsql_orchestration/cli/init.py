@@ -75,7 +75,7 @@ runs PostgreSQL, Dagster's UI and daemon, and this project, until Ctrl-C. In ano
 the same environment:
 
 ```
-echo '{{"item": "tea"}}' | eventsql publish order_placed
+echo '{{"order": 1, "item": "tea"}}' | eventsql publish order_placed
 eventsql lag
 pytest
 ```
@@ -107,24 +107,26 @@ ORDER_PLACED = Topic("order_placed", partitions=2)
 
 @consumer_asset(topic=ORDER_PLACED, consumer="stock", partitioned=True)
 def stock(events: list[Event], connection: Connection) -> None:
-    """The number of pieces of each item that were ordered."""
+    """The orders, each with its item."""
     for event in events:
-        item = json.loads(event.value)["item"]
-        # These writes commit together with the consumer's offset: each event counts once.
+        placed = json.loads(event.value)
+        # These writes commit together with the consumer's offset. A backfill may give an event again: the order's
+        # number keeps it from counting twice, while `SET pieces = pieces + 1` would add to the sum again.
         connection.execute(
-            "INSERT INTO ordered VALUES (%s, 1) ON CONFLICT (item) DO UPDATE SET pieces = ordered.pieces + 1",
-            (item,),
+            "INSERT INTO ordered VALUES (%s, %s) ON CONFLICT (id) DO UPDATE SET item = excluded.item",
+            (placed["order"], placed["item"]),
         )
 
 
 def create_table(shard: Shard) -> None:
     """Each run of the job `register` calls it."""
     with shard.database.transaction() as connection:
-        connection.execute("CREATE TABLE IF NOT EXISTS ordered (item text PRIMARY KEY, pieces bigint)")
+        connection.execute("CREATE TABLE IF NOT EXISTS ordered (id bigint PRIMARY KEY, item text)")
 ''',
     "tests/test_stock.py": '''\
 """The consumer, on a PostgreSQL of the test's own."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -151,9 +153,10 @@ def platform(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EventS
 def test_each_order_counts_once(platform: EventSQL) -> None:
     defs = build_definitions([stock], prepare=create_table)
     assert defs.resolve_job_def("register").execute_in_process().success
-    for item in ("tea", "rice", "tea"):
-        order = b'{{"item": "%s"}}' % item.encode()
-        platform.publisher.publish(Publication("order_placed", order, key=item))
+    # Order 2 comes twice.
+    for order, item in [(1, "tea"), (2, "rice"), (2, "rice"), (3, "tea")]:
+        placed = json.dumps({{"order": order, "item": item}}).encode()
+        platform.publisher.publish(Publication("order_placed", placed, key=str(order)))
     platform.transfer.run_once()
 
     # The second run finds nothing new.
@@ -161,7 +164,7 @@ def test_each_order_counts_once(platform: EventSQL) -> None:
         assert defs.resolve_job_def("consume_stock").execute_in_process().success
 
     with platform.database.connection() as connection:
-        ordered = connection.execute("SELECT * FROM ordered ORDER BY item").fetchall()
+        ordered = connection.execute("SELECT item, count(*) FROM ordered GROUP BY item ORDER BY item").fetchall()
     assert ordered == [("rice", 1), ("tea", 2)]
 ''',
 }

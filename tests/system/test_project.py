@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -68,11 +69,12 @@ def test_the_page_of_dagster_registers_and_loads_it_without_eventsql_dev(
 
 def consumed(platform: EventSQL) -> dict[str, int]:
     with platform.database.connection() as connection:
-        return dict(connection.execute("SELECT item, pieces FROM public.ordered").fetchall())
+        return dict(connection.execute("SELECT item, count(*) FROM public.ordered GROUP BY item").fetchall())
 
 
-def publish(platform: EventSQL, item: str) -> None:
-    platform.publisher.publish(Publication("order_placed", b'{"item": "%s"}' % item.encode(), key=item))
+def publish(platform: EventSQL, order: int, item: str) -> None:
+    placed = json.dumps({"order": order, "item": item}).encode()
+    platform.publisher.publish(Publication("order_placed", placed, key=str(order)))
 
 
 @pytest.mark.nightly
@@ -90,7 +92,7 @@ def test_dev_consumes_starts_a_server_that_died_again_and_ends_with_everything(p
         wait_until(serving, "the start", seconds=200)
         dsn = server.start().dsn
         with EventSQL(dsn, migrate=False, transfer=False) as platform:
-            publish(platform, "tea")
+            publish(platform, 1, "tea")
             wait_until(lambda: consumed(platform) == {"tea": 1}, "the first event")
 
         running = server.status()
@@ -103,7 +105,7 @@ def test_dev_consumes_starts_a_server_that_died_again_and_ends_with_everything(p
 
         wait_until(again, "the next server")
         with EventSQL(dsn, migrate=False, transfer=False) as platform:
-            publish(platform, "rice")
+            publish(platform, 2, "rice")
             wait_until(lambda: consumed(platform) == {"tea": 1, "rice": 1}, "the second event")
 
         children = psutil.Process(dev.pid).children(recursive=True)
@@ -127,7 +129,7 @@ def test_dev_consumes_starts_a_server_that_died_again_and_ends_with_everything(p
 def test_a_round_of_a_location_without_a_simulation_consumes_what_waits(project: Path) -> None:
     with EventSQL(EmbeddedPostgres(project / ".eventsql" / "postgres").start().dsn, transfer=False) as platform:
         platform.registry.register_topic(Topic("order_placed", partitions=2))
-        publish(platform, "salt")
+        publish(platform, 3, "salt")
     done = subprocess.run(
         [PROGRAM, "dev", "--once", "--timeout", "200"],
         cwd=project, env=ENVIRONMENT, capture_output=True, text=True, check=False,
