@@ -23,7 +23,7 @@ import pytest
 from eventsql_orchestration.dagster.local import dagster_process
 from eventsql_orchestration.dagster.local import webserver as webserver_client
 from eventsql_orchestration.dagster.local.code_location import CodeLocation
-from eventsql_orchestration.dagster.local.dagster_process import LocalDagster, failure_of, running_url
+from eventsql_orchestration.dagster.local.dagster_process import LocalDagster, failure_of, last_line, running_url
 from eventsql_orchestration.orchestration import local_processes
 from eventsql_orchestration.orchestration.errors import LocalDagsterError, LocalProcessError, RunFailedError
 from eventsql_orchestration.orchestration.local_processes import (
@@ -316,6 +316,12 @@ def test_waiting_for_a_run_ends_with_the_processes_that_would_run_it(
     run = instance.create_run_for_job(failing, status=dg.DagsterRunStatus.STARTED)
     with pytest.raises(LocalDagsterError, match="does not run any more"):
         local(tmp_path).wait(instance, run.run_id, timeout=60)
+
+
+def test_the_last_words_of_dagster_have_no_colours(tmp_path: Path) -> None:
+    log = tmp_path / "dagster.log"
+    log.write_text("before\n\x1b[1;91mException: \x1b[0mthe webserver ended with code \x1b[1;36m1\x1b[0m\n\n")
+    assert last_line(log) == "Exception: the webserver ended with code 1"
 
 
 class Refusing(Answering):

@@ -268,11 +268,14 @@ def _described(runs: Sequence[RunOfWebserver]) -> str:
     return f"{counted(len(runs), 'run')} ({', '.join(jobs[:3])}{', …' if len(jobs) > 3 else ''})"
 
 
+_COLOUR: Final = re.compile(r"\x1b\[[\d;]*m")
+
+
 def last_line(log: Path) -> str:
-    """The last line of a process's log."""
+    """The last line of a process's log, without the colours that Dagster gives its errors."""
     with contextlib.suppress(OSError):
         if lines := log.read_text(errors="replace").strip().splitlines():
-            return lines[-1].strip()
+            return _COLOUR.sub("", lines[-1]).strip()
     return "it left no message"
 
 
