@@ -200,6 +200,7 @@ def test_the_checks_of_an_unregistered_consumer_are_red_after_the_time_to_regist
     bench.platform.registry.unregister_consumer("rides", "eager")
     checks = [build_lag_check(stranger, max_events=1), build_delivered_check(stranger), build_delivered_check(eager)]
     cursor: str | None = None
+    found: list[dg.AssetCheckEvaluation] = []
     for now, passed in ((0.0, True), (59.0, None), (60.0, False)):
         result = observe_lag(bench.platform, [stranger, eager], checks=checks, cursor=cursor, now=now)
         cursor = result.cursor
