@@ -299,8 +299,8 @@ def adopt(context: CliContext) -> None:
         done = platform.store.adopt()
     if not done.changes:
         say(
-            "nothing to adopt: this server orders the event store; run this again after you restore a dump of another "
-            "server, or after pg_upgrade"
+            "nothing to adopt: this server orders every change of the event store; only changes that came with a dump "
+            "of another server, or through pg_upgrade, need this command"
         )
         return
     say(f"adopted {counted(done.changes, 'change')}; subscriptions go on where they stood")

@@ -90,7 +90,7 @@ def test_it_moves_a_subscription_only_when_told(run: Run, platform: EventSQL) ->
 def test_it_adopts_a_restored_store(run: Run, platform: EventSQL) -> None:
     early = run("store", "adopt").stderr
     assert "nothing to adopt" in early
-    assert "run this again after you restore a dump" in early
+    assert "only changes that came with a dump" in early
     with platform.database.connection() as connection:
         connection.execute("UPDATE eventsql.store_home SET eql_server = '1'")
     assert "eventsql store adopt" in run("store", "tail").stderr
