@@ -489,6 +489,15 @@ def test_the_password_shows_in_no_process_list_while_the_server_is_made(fresh: E
     assert not [command for command in seen if any(password in command for password in passwords)]
 
 
+def test_a_server_that_got_the_roles_of_another_takes_the_password_file_of_the_other(
+    postgres: EmbeddedPostgres,
+) -> None:
+    query(postgres.start().dsn, "ALTER ROLE eventsql PASSWORD 'of-another-server'")
+    assert postgres.status() is None
+    (postgres.directory / "password").write_text("of-another-server")
+    assert query(postgres.start().dsn, "SELECT 1") == [(1,)]
+
+
 def test_a_wrong_password_is_reported_without_telling_it(postgres: EmbeddedPostgres) -> None:
     postgres.start()
     (postgres.directory / "password").write_text("wrong-and-secret")
