@@ -213,10 +213,13 @@ def deployed(
         instance = stack.enter_context(dg.DagsterInstance.from_config(str(home)))
         workspace = stack.enter_context(WorkspaceProcessContext(instance, CompositeTarget(targets=targets)))
         deployment = Deployment(root, instance, workspace, targets)
-        yield deployment
-        for name in names:
-            deployment.go(location=name)
-        deployment.launcher.join(60)
+        try:
+            yield deployment
+        finally:
+            # A code server whose run waits would not end.
+            for name in names:
+                deployment.go(location=name)
+            deployment.launcher.join(60)
 
 
 @pytest.fixture(scope="module")
