@@ -6,7 +6,9 @@ import gc
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -17,7 +19,7 @@ from dagster._daemon.run_coordinator.queued_run_coordinator_daemon import Queued
 
 from eventsql_orchestration.dagster.launcher import dagster_internals as internals
 from eventsql_orchestration.dagster.launcher import run_launcher
-from eventsql_orchestration.dagster.launcher.dagster_internals import LaunchRunContext
+from eventsql_orchestration.dagster.launcher.dagster_internals import LaunchRunContext, ResumeRunContext
 from eventsql_orchestration.dagster.launcher.run_launcher import TERMINATE_TAG, LauncherClosedError, PreforkRunLauncher
 from eventsql_orchestration.dagster.launcher.server_process import ReplacedError, ServerProcess
 from eventsql_orchestration.dagster.launcher.worker import Worker
@@ -190,6 +192,42 @@ def test_a_run_goes_on_when_the_server_is_killed_and_the_next_run_has_a_new_serv
     assert deployment.ended(run) is SUCCESS
 
 
+def test_a_launch_that_sees_a_dead_server_late_leaves_its_successor_alone(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert deployment.ended(deployment.launch()) is SUCCESS
+    killed = deployment.servers()[-1]
+    launch, between = ServerProcess.launch, []
+
+    def launch_late(server: ServerProcess, run_id: str, *, resume: bool) -> int:
+        try:
+            return launch(server, run_id, resume=resume)
+        except ReplacedError:
+            monkeypatch.setattr(ServerProcess, "launch", launch)
+            between.append(deployment.launch())
+            raise
+
+    monkeypatch.setattr(ServerProcess, "launch", launch_late)
+    os.kill(killed, signal.SIGKILL)
+    runs = [deployment.launch(), *between]
+    assert [deployment.ended(run) for run in runs] == [SUCCESS, SUCCESS]
+    assert [deployment.seen(run)[1] for run in runs] == [deployment.servers()[-1]] * 2
+    assert deployment.servers()[-2] == killed
+
+
+def test_the_new_process_of_a_resumed_run_is_known_before_it_begins(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = deployment.create()
+    dead = replace(Worker.of_process(run, os.getpid()), started="0")
+    deployment.instance.add_run_tags(run, dead.tags())
+    # The process does not begin.
+    monkeypatch.setattr(ServerProcess, "launch", lambda *_, **__: os.getpid())
+    workspace = deployment.workspace.create_request_context()
+    deployment.launcher.resume_run(ResumeRunContext(deployment.run(run), workspace, 1))
+    assert deployment.worker(run) == Worker.of_process(run, os.getpid())
+
+
 @pytest.mark.nightly
 def test_a_run_is_resumed_in_a_new_process(deployment: Deployment) -> None:
     run = deployment.waiting()
@@ -251,6 +289,22 @@ def test_the_server_of_a_reloaded_location_ends_without_a_further_run(deployment
     server = psutil.Process(deployment.servers()[-1])
     deployment.workspace.reload_code_location("first")
     wait_until(lambda: ended(server), "the end of the server")
+
+
+def test_servers_of_removed_locations_end_while_another_location_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher, workspace = PreforkRunLauncher(), Mock()
+    slots = {
+        name: run_launcher._Slot(threading.Lock(), name, Mock(ServerProcess, pid=1)) for name in ("imported", "removed")
+    }
+    launcher._servers.slots.update(slots)
+    launcher._servers.workspace = weakref.ref(workspace)
+    monkeypatch.setattr(internals, "code_servers", lambda _: {})
+    looking = threading.Thread(target=launcher._end_unused_servers)
+    with slots["imported"].lock:
+        looking.start()
+        wait_until(lambda: not looking.is_alive(), "the end of the look")
+    assert slots["imported"].server is not None
+    assert slots["removed"].server is None
 
 
 def test_a_server_goes_on_while_the_code_server_of_its_location_is_not_known(
