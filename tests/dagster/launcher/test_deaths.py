@@ -17,6 +17,7 @@ import pytest
 from dagster._core.test_utils import create_run_for_test
 from dagster._daemon.monitoring import execute_run_monitoring_iteration
 
+from eventsql_orchestration.dagster.launcher import server
 from eventsql_orchestration.dagster.launcher.worker import Worker
 from tests.dagster.launcher.conftest import Deployment, deployed, write_location
 from tests.waiting import ended, wait_until
@@ -39,6 +40,15 @@ def monitored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def resuming() -> Iterator[dg.DagsterInstance]:
+    """An instance whose run monitoring resumes runs."""
+    launcher = {"module": "eventsql_orchestration.dagster", "class": "PreforkRunLauncher"}
+    monitoring = {"enabled": True, "max_resume_run_attempts": 1}
+    with dg.instance_for_test(overrides={"run_launcher": launcher, "run_monitoring": monitoring}) as made:
+        yield made
+
+
 def monitor(deployment: Deployment) -> None:
     """Look at every run once, as the daemon does each `poll_interval_seconds`."""
     list(execute_run_monitoring_iteration(deployment.workspace, logging.getLogger(__name__)))
@@ -56,12 +66,12 @@ def test_a_run_that_is_killed_while_it_is_canceled_is_reported_as_canceled(monit
 
 def test_the_death_of_a_run_is_reported_after_the_death_of_the_daemon(monitored: Deployment) -> None:
     run = monitored.waiting()
-    server = psutil.Process(monitored.servers()[-1])
+    process = psutil.Process(monitored.servers()[-1])
     # Close the other end of the channel, as the end of the daemon's process does.
     monitored.launcher._servers.slots.popitem()[1].server._channel.close()  # type: ignore[union-attr]
     os.kill(monitored.worker(run).pid, signal.SIGKILL)
     assert monitored.ended(run) is FAILURE
-    wait_until(lambda: ended(server), "the end of the server")
+    wait_until(lambda: ended(process), "the end of the server")
 
 
 def test_run_monitoring_reports_a_run_whose_process_never_began(monitored: Deployment) -> None:
@@ -103,6 +113,28 @@ def test_a_server_leaves_a_killed_run_to_run_monitoring_if_that_resumes_runs(tmp
 
         wait_until(resumed, "the end of the resumed run")
         assert deployment.run(run).status is SUCCESS
+
+
+@pytest.mark.parametrize(
+    ("before", "other", "after"),
+    [
+        (STARTED, {}, STARTED),
+        # Run monitoring resumes no run that has not started.
+        (STARTING, {}, FAILURE),
+        (STARTING, {"processes": "of another machine"}, STARTING),
+        (STARTING, {"pid": 0}, STARTING),
+    ],
+)
+def test_a_server_reports_the_death_of_a_run_that_no_other_process_executes_or_will_resume(
+    resuming: dg.DagsterInstance, before: dg.DagsterRunStatus, other: dict[str, Any], after: dg.DagsterRunStatus
+) -> None:
+    run = create_run_for_test(resuming, status=before).run_id
+    dead = Worker.of_process(run, os.getpid())
+    resuming.add_run_tags(run, replace(dead, **other).tags())
+    server._report_crash(resuming.get_ref(), server._Death(run, dead.pid, -signal.SIGKILL))
+    reported = resuming.get_run_by_id(run)
+    assert reported is not None
+    assert reported.status is after
 
 
 @pytest.mark.nightly
