@@ -1330,6 +1330,31 @@ def test_a_seek_does_not_wait_for_ever_for_a_handler(
             seeking.result(PATIENCE)
 
 
+@pytest.mark.parametrize(("handled", "acknowledged"), [(1, [2, 0]), (2, [0, 1])])
+def test_acknowledging_several_events_does_not_deadlock_with_a_seek(
+    platform: EventSQL, sessions: Sessions, until_blocked: UntilBlocked, handled: int, acknowledged: list[int]
+) -> None:
+    first, *_ = fill(platform, 3)
+    own = process(platform)
+    handed = own.hand_out(own.register("a process"), -1, 3).deliveries
+    with platform.database.connection() as connection:
+        # Its row comes last in the table, as rows do that take the places of vacuumed rows.
+        connection.execute(
+            "WITH moved AS (DELETE FROM eventsql.consumer_delivery WHERE eql_id = %s RETURNING *) "
+            "INSERT INTO eventsql.consumer_delivery SELECT * FROM moved",
+            [first],
+        )
+    with ThreadPoolExecutor(2) as threads, sessions() as handling:
+        own._acknowledge_in(handling, handed[handled])
+        seeking = threads.submit(platform.seeker.execute, "payments", "mailer", AtOffset(0), force=True)
+        until_blocked()
+        acknowledging = threads.submit(own.acknowledge, [handed[each] for each in acknowledged])
+        until_blocked(2)
+        handling.rollback()
+        assert seeking.exception(PATIENCE) is None
+        assert acknowledging.result(PATIENCE) == set()
+
+
 def test_a_seek_of_a_partition_leaves_no_event_of_another_partition_behind(
     platform: EventSQL, until: Until, halt: Halt
 ) -> None:

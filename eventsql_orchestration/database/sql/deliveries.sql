@@ -180,9 +180,11 @@ SET eql_attempts = 0, eql_failure = NULL, eql_due_at = NULL
 FROM waiting
 WHERE d.eql_cursor = waiting.eql_cursor AND d.eql_id = waiting.eql_id;
 
--- hold -- Wait for the handlers that have events of partitions, and keep other processes from taking the events.
+-- hold -- Wait for the handlers that have events of partitions, and keep other processes from taking the events. In the
+-- order in which events are acknowledged: otherwise the two could wait for each other.
 SELECT FROM {schema}.consumer_cursor k JOIN {schema}.consumer_delivery d ON d.eql_cursor = k.eql_id
 WHERE k.eql_topic = %(topic)s AND k.eql_consumer = %(consumer)s AND k.eql_partition = ANY (%(partitions)s)
+ORDER BY d.eql_cursor, d.eql_id
 FOR UPDATE OF d;
 
 -- forget -- Forget what partitions of a consumer have handed out: their offsets are moved. Their next cursors have other
