@@ -307,18 +307,19 @@ class Registry:
 
     def consumers(self, topic: str | None = None) -> list[ConsumerState]:
         """Every consumer partition, of one topic or of all, by topic, name and partition."""
-        if topic is not None:
-            self.topic(topic)
         with self._database.core() as connection:
+            if topic is not None:
+                existing_topic(connection, topic)
             return consumer_states(connection, topic)
 
     def consumer(self, topic: str, name: str) -> list[ConsumerState]:
         """The partitions of one consumer. Raises `TopicNotFoundError` or `ConsumerNotFoundError`."""
-        states = [state for state in self.consumers(topic) if state.name == name]
-        if not states:
-            with self._database.connection() as connection:
-                log_table.check_readable(connection, self._database.schema, topic)
-            raise no_consumer(topic, name)
+        with self._database.core() as connection:
+            existing_topic(connection, topic)
+            states = consumer_states(connection, topic, name)
+            if not states:
+                log_table.check_readable(driver_connection(connection), self._database.schema, topic)
+                raise no_consumer(topic, name)
         return states
 
     def unregister_consumer(self, topic: str, name: str) -> None:

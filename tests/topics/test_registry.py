@@ -46,7 +46,7 @@ from eventsql_orchestration.topics.positions import Place, Start
 from tests.forms import stored
 
 if TYPE_CHECKING:
-    from tests.fixtures import Sessions, Spawn, Until, UntilBlocked
+    from tests.fixtures import SaidBy, Sessions, Spawn, Until, UntilBlocked
 
 
 def fill(platform: EventSQL, topic: str, count: int = 3) -> None:
@@ -566,6 +566,15 @@ def test_consumers_that_are_not_there_are_named(platform: EventSQL) -> None:
             use("orders", "mailer")
         with pytest.raises(TopicNotFoundError):
             use("nowhere", "mailer")
+
+
+def test_a_consumer_is_read_in_one_transaction(platform: EventSQL, said_by: SaidBy) -> None:
+    platform.registry.register_topic(Topic("orders"))
+    for name in ("biller", "mailer"):
+        platform.registry.register_consumer(Consumer("orders", name))
+    said = said_by(platform.database)
+    assert [state.name for state in platform.registry.consumer("orders", "mailer")] == ["mailer"]
+    assert said.verbs() == ["BEGIN", "SELECT", "SELECT", "SELECT", "COMMIT"]
 
 
 # Many at once
