@@ -262,6 +262,8 @@ class Consumption(Running):
         self, slots: list[_Slot], asked: dict[int, int], found: dict[int, float | None], *, woken: bool
     ) -> None:
         with self._poller:
+            if self._stop.is_set():
+                return
             now = time.monotonic()
             self._add_slots(found)
             for slot in slots:
@@ -285,9 +287,8 @@ class Consumption(Running):
                 else:
                     # Look no later than usual: the consumer may be resumed, or the lease released.
                     slot.due = now + min(self._polling_delay, ready_in or self._polling_delay)
-            if not self._stop.is_set():
-                # Last, because the present workers go on if no further thread can be started.
-                self._start_workers()
+            # Last, because the present workers go on if no further thread can be started.
+            self._start_workers()
 
     def _add_slots(self, found: dict[int, float | None]) -> None:
         """Add a slot, due at once, for each partition that is new to the consumer."""

@@ -314,6 +314,9 @@ def test_the_throttle_knows_how_many_partitions_are_polled(pool: Pool) -> None:
     for _ in range(2):
         consumption.stop_soon()
         assert throttle._partitions == 0
+    # A look that was under way finds another partition.
+    consumption._queue_ready([], {}, {3: 0.0}, woken=False)
+    assert throttle._partitions == 0
 
 
 def test_a_consumer_that_stops_starts_no_worker_for_a_new_partition(pool: Pool) -> None:
