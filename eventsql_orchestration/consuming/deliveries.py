@@ -223,7 +223,9 @@ class Deliveries:
             # Moved by another way of consuming or by a new layout. Handlers may still have events.
             wait_at_most(connection, LOCK_SECONDS)
             forgotten = {**self._own, "partitions": [locked.key.partition]}
-            connection.execute(self._queries("forget"), forgotten, prepare=False)
+            # `forget` alone would lock the rows in another order than acknowledgements do.
+            for name in ("hold", "forget"):
+                connection.execute(self._queries(name), forgotten, prepare=False)
             row = None
         if row is None:
             return Cursor(*fetch_one(connection, self._queries("open"), values, prepare=False))

@@ -1330,13 +1330,27 @@ def test_a_seek_does_not_wait_for_ever_for_a_handler(
             seeking.result(PATIENCE)
 
 
+def move_by_a_seek(platform: EventSQL, _own: Deliveries, _worker: int) -> None:
+    platform.seeker.execute("payments", "mailer", AtOffset(0), force=True)
+
+
+def find_the_offset_moved(platform: EventSQL, own: Deliveries, worker: int) -> None:
+    with platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.consumer SET eql_last_event_id = 1")
+    own.hand_out(worker, -1, 3)
+
+
 @pytest.mark.parametrize(("handled", "acknowledged"), [(1, [2, 0]), (2, [0, 1])])
-def test_acknowledging_several_events_does_not_deadlock_with_a_seek(
-    platform: EventSQL, sessions: Sessions, until_blocked: UntilBlocked, handled: int, acknowledged: list[int]
-) -> None:
+@pytest.mark.parametrize("move", [move_by_a_seek, find_the_offset_moved])
+def test_acknowledging_several_events_does_not_deadlock_with_a_move(
+    platform: EventSQL, sessions: Sessions, until_blocked: UntilBlocked, monkeypatch: pytest.MonkeyPatch,
+    *, move: Callable[[EventSQL, Deliveries, int], None], handled: int, acknowledged: list[int],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(deliveries, "LOCK_SECONDS", PATIENCE)
     first, *_ = fill(platform, 3)
     own = process(platform)
-    handed = own.hand_out(own.register("a process"), -1, 3).deliveries
+    worker = own.register("a process")
+    handed = own.hand_out(worker, -1, 3).deliveries
     with platform.database.connection() as connection:
         # Its row comes last in the table, as rows do that take the places of vacuumed rows.
         connection.execute(
@@ -1346,12 +1360,12 @@ def test_acknowledging_several_events_does_not_deadlock_with_a_seek(
         )
     with ThreadPoolExecutor(2) as threads, sessions() as handling:
         own._acknowledge_in(handling, handed[handled])
-        seeking = threads.submit(platform.seeker.execute, "payments", "mailer", AtOffset(0), force=True)
+        moving = threads.submit(move, platform, own, worker)
         until_blocked()
         acknowledging = threads.submit(own.acknowledge, [handed[each] for each in acknowledged])
         until_blocked(2)
         handling.rollback()
-        assert seeking.exception(PATIENCE) is None
+        assert moving.exception(PATIENCE) is None
         assert acknowledging.result(PATIENCE) == set()
 
 
