@@ -88,7 +88,7 @@ class Deliveries:
         self._dead_letters = dead_letters
         self._topic = topic
         self._consumer = consumer
-        self._where = f"consumer {consumer!r} of topic {topic!r}"
+        self._name = f"consumer {consumer!r} of topic {topic!r}"
         self._own = {"topic": topic, "consumer": consumer}
         self._by_key = by_key
         self._lease = lease
@@ -129,7 +129,7 @@ class Deliveries:
         )
         if other:
             raise RedefinitionError(
-                f"{self._where} has events that are not acknowledged and were handed out with "
+                f"{self._name} has events that are not acknowledged and were handed out with "
                 f"by_key={not self._by_key}: start it with by_key={not self._by_key} until all are acknowledged, or "
                 "move it with `eventsql seek --execute --force`"
             )
@@ -396,7 +396,7 @@ class Deliveries:
         waited = [self._waiting.pop((each.cursor, each.event.id), None) for each in deliveries]
         if self._told is not None and any(since is not None for since in waited):
             self._told = None
-            log_recovery(logger, "%s goes on with %s", self._where, self._database)
+            log_recovery(logger, "%s goes on with %s", self._name, self._database)
 
     def _waited(self, delivery: Delivery) -> float:
         """The seconds since an event's first error that is no failure of it was noted; 0 before."""
@@ -434,7 +434,7 @@ class Deliveries:
             except (ClaimLostError, DatabaseBusyError):
                 raise
             except Exception as problem:
-                logger.exception("%s cannot give event %d up", self._where, delivery.event.id)
+                logger.exception("%s cannot give event %d up", self._name, delivery.event.id)
                 failure = without_letter(failure, problem)
 
         shown: BaseException | None = error
@@ -448,14 +448,14 @@ class Deliveries:
         if remedy is not None:
             logger.error(
                 "%s keeps event %d back, which failed %s (%s); %s",
-                self._where, delivery.event.id, how_often(attempts), failure, remedy, exc_info=shown,
+                self._name, delivery.event.id, how_often(attempts), failure, remedy, exc_info=shown,
             )  # fmt: skip
         else:
             attempted = f"attempt {attempts} of {delivery.max_attempts} failed" if counts else "no attempt is counted"
             lasts = not counts and self._lasts(failure)
             logger.log(
                 logging.DEBUG if lasts else logging.WARNING, "%s will try event %d again in %.0f s (%s: %s)",
-                self._where, delivery.event.id, delay, attempted, failure,
+                self._name, delivery.event.id, delay, attempted, failure,
                 exc_info=shown if counts and attempts == 1 else None,
             )  # fmt: skip
         return delay
@@ -497,7 +497,7 @@ class Deliveries:
         if buried:
             logger.error(
                 "%s gave event %d up after %s, as a dead letter: %s",
-                self._where, delivery.event.id, counted(attempts, "attempt"),
+                self._name, delivery.event.id, counted(attempts, "attempt"),
                 describe(error) if erased is None else FAILURE, exc_info=error if erased is None else None,
             )  # fmt: skip
         return buried
