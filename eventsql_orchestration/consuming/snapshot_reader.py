@@ -66,9 +66,6 @@ class Checkpoint:
             raise ValidationError(f"a checkpoint is written as transaction:position, not {shown(text)}") from error
 
 
-NO_CONDITIONS: Final[Mapping[str, object]] = {}
-
-
 def _conditions(only: Mapping[str, object] | None) -> dict[str, object]:
     conditions = {check_name("a column of only", column): value for column, value in (only or {}).items()}
     for column, value in conditions.items():
@@ -159,7 +156,7 @@ class SnapshotReader:
     def horizon(self, connection: CallersConnection | None = None) -> int:
         """The oldest transaction that may still write. Its rows and later rows are not read yet."""
         with self._on(connection) as joined:
-            return int(fetch_one(joined, self._compose("horizon"))[0])
+            return int(fetch_one(joined, self._compose("horizon", {}))[0])
 
     def held_back(
         self, *, only: Mapping[str, object] | None = None, connection: CallersConnection | None = None
@@ -181,7 +178,7 @@ class SnapshotReader:
                     "schema and its columns"
                 ) from error
 
-    def _compose(self, name: str, conditions: Mapping[str, object] = NO_CONDITIONS) -> sql.Composed:
+    def _compose(self, name: str, conditions: Mapping[str, object]) -> sql.Composed:
         equal, null = sql.SQL(" AND source.{} OPERATOR(pg_catalog.=) {}"), sql.SQL(" AND source.{} IS NULL")
         only = [
             (null if value is None else equal).format(identifier(column), sql.Placeholder(f"only_{number}"))

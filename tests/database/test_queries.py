@@ -52,7 +52,7 @@ FILLING = {"fill_timeline", "fill_logs"}
 def composed(file: str, name: str) -> sql.SQL | sql.Composed:
     if file == "database/snapshot_reader":
         # Of any table: its names come with it.
-        return SnapshotReader(Database(NOWHERE), "ordered", ["eql_value"])._compose(name)
+        return SnapshotReader(Database(NOWHERE), "ordered", ["eql_value"])._compose(name, {})
     room, in_room = file.split("/")
     if room == "storage":
         blocks = in_room.startswith(("blocks_", "compacting")) or (in_room, name) in OF_BLOCKS
