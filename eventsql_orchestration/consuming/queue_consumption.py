@@ -218,7 +218,8 @@ class QueueConsumption(Running):
             with self._working:
                 self._lease_until = max(self._lease_until, began + self._lease)
                 self._backlog.add(handed.deliveries)
-                self._working.notify(len(handed.deliveries))
+                # Also for earlier events, which may have waited for the lease.
+                self._working.notify(len(self._backlog.ready))
                 # A partition that was handed out goes behind the others.
                 self._due.pop(partition, None)
                 delay = 0.0 if handed.more else min(self._idle_delay(), ready_in or IDLE_POLLING)

@@ -36,6 +36,7 @@ from eventsql_orchestration.consuming.deliveries import OWNER, Deliveries
 from eventsql_orchestration.consuming.delivery import Delivery, HandOut
 from eventsql_orchestration.consuming.lag_values import LagCause
 from eventsql_orchestration.consuming.lost_connections import FREE_LOSSES
+from eventsql_orchestration.consuming.queue_consumption import QueueConsumption
 from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.database.notifications import Listener
 from eventsql_orchestration.database.rows import fetch_all
@@ -951,11 +952,13 @@ def test_a_process_that_lost_its_lease_begins_no_event_that_it_had_before(
     assert [seen.ids.count(each) for each in ids] == [2, 1]
 
 
+@pytest.mark.parametrize("renew", [QueueConsumption._renew, QueueConsumption._wake])
 def test_no_event_is_begun_after_the_end_of_a_lease_before_the_lease_is_renewed(
-    platform: EventSQL, until: Until, halt: Halt, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    platform: EventSQL, until: Until, halt: Halt, monkeypatch: pytest.MonkeyPatch,
+    renew: Callable[[QueueConsumption], None],
+) -> None:  # fmt: skip
     consumers = platform.shards[0].consumers
-    # Nothing causes a call for further events, which would renew the lease.
+    # Nothing else causes a call for further events, which renews the lease, too.
     monkeypatch.setattr(consumers, "_listener", Mock(spec=Listener, listening=False))
     monkeypatch.setattr(queue_consumption, "IDLE_POLLING", 3_600.0)
     ids, seen = fill(platform, "aa"), Seen(halt)
@@ -970,7 +973,7 @@ def test_no_event_is_begun_after_the_end_of_a_lease_before_the_lease_is_renewed(
         halt.end()
         until(lambda: len(kept(platform)) < 2 and workers_that_wait() == 2)
         assert seen.ids == ids[:1]
-        started._renew()
+        renew(started)
         until(lambda: not kept(platform))
 
 
@@ -1620,12 +1623,12 @@ def test_a_database_that_is_away_is_asked_about_one_failed_event_at_a_time(
     platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch, error: DatabaseError
 ) -> None:
     """A process has up to a thousand of them, and each call that fails is a connection and a line in the log."""
-    await_outcomes, fail = queue_consumption.QueueConsumption._await_outcomes, deliveries.Deliveries.fail
+    await_outcomes, fail = QueueConsumption._await_outcomes, deliveries.Deliveries.fail
     rounds: list[bool] = []
     refused: list[int] = []
     back = threading.Event()
 
-    def count(own: queue_consumption.QueueConsumption) -> Any:
+    def count(own: QueueConsumption) -> Any:
         rounds.append(True)
         return await_outcomes(own)
 
@@ -1635,7 +1638,7 @@ def test_a_database_that_is_away_is_asked_about_one_failed_event_at_a_time(
             raise error
         return fail(own, delivery, *arguments, **named)
 
-    monkeypatch.setattr(queue_consumption.QueueConsumption, "_await_outcomes", count)
+    monkeypatch.setattr(QueueConsumption, "_await_outcomes", count)
     monkeypatch.setattr(deliveries.Deliveries, "fail", refuse)
     ids = fill(platform, 4)
     failing = set(ids)
@@ -1656,11 +1659,11 @@ def test_a_database_that_is_away_is_asked_about_one_failed_event_at_a_time(
 def test_two_failures_that_the_database_does_not_take_at_once_are_both_noted_later(
     platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await_outcomes, fail = queue_consumption.QueueConsumption._await_outcomes, deliveries.Deliveries.fail
+    await_outcomes, fail = QueueConsumption._await_outcomes, deliveries.Deliveries.fail
     ids = fill(platform, "ab")
     gathered, failing, refused = list[Any](), set(ids), list[int]()
 
-    def gather(own: queue_consumption.QueueConsumption) -> Any:
+    def gather(own: QueueConsumption) -> Any:
         if gathered:
             return await_outcomes(own)
         while len(gathered) < 2 and (outcomes := await_outcomes(own)) is not None:
@@ -1678,7 +1681,7 @@ def test_two_failures_that_the_database_does_not_take_at_once_are_both_noted_lat
             failing.remove(event.id)
             raise ValueError("once")
 
-    monkeypatch.setattr(queue_consumption.QueueConsumption, "_await_outcomes", gather)
+    monkeypatch.setattr(QueueConsumption, "_await_outcomes", gather)
     monkeypatch.setattr(deliveries.Deliveries, "fail", refuse_once)
     monkeypatch.setattr(queue_consumption, "SETTLE_RETRY", 0.01)
     seen = Seen(handle)
