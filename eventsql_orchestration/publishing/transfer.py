@@ -195,8 +195,6 @@ class Transfer:
                         lasts = str(failed[topic]) == self._logged.get(topic)
                         self._logged[topic] = str(failed[topic])
                         logger.log(logging.DEBUG if lasts else logging.ERROR, "%s", failed[topic])
-        except psycopg.Error as error:
-            raise self._database.meaning(error) from error
         finally:
             # Also the topics that were moved before the connection broke.
             moved.update({topic: count for topic, count in counts.items() if count})
