@@ -21,15 +21,19 @@ from eventsql_orchestration.database.rows import fetch_all
 from eventsql_orchestration.errors import CaptureError
 
 _EVERYTHING: Final = "eventsql_all_topics"
-"""The policy of roles that see the rows of all topics."""
+"""The policy of roles that see and change the rows of all topics, as far as their rights go."""
+
+_READING: Final = "eventsql_read_all_topics"
+"""The policy of roles that only read the rows of all topics. A policy counts for a login with all of its roles: it must
+not lend a role that only reads to the changes of a role of one topic."""
 
 _PATTERNS: Final = {
     "log": EVENT_TABLE, "blocks": BLOCK_TABLE, "rows_of_both": ROW_STORE, "blocks_of_both": BLOCK_STORE,
 }  # fmt: skip
 """The patterns of the names of a log's relations."""
 
-_OF_EVERYTHING: Final = ("pg_read_all_data", "pg_write_all_data")
-"""PostgreSQL's own roles with rights on all tables, for monitoring; no GRANT names them."""
+_READS: Final = ("reader", "transfer")
+"""The kinds of role that change no row of these tables."""
 
 Statements: TypeAlias = Iterator[sql.Composed]
 
@@ -186,19 +190,25 @@ def policies(
     if not bound:
         return
     granted = rows_of(connection, schema, "granted", tables=list(grants.BY_TOPIC))
-    seeing = ("consumer", "reader", "transfer", "eraser")
-    free = [role.name for role in roles if role.topic is None and role.kind in seeing]
-    free += [name for (name,) in granted if name not in {role.name for role in roles}]
-    free += _OF_EVERYTHING
+    reading = [role.name for role in roles if role.topic is None and role.kind in _READS]
+    free = [role.name for role in roles if role.topic is None and role.kind in ("consumer", "eraser")]
+    for name, only_reads in granted:
+        if name not in {role.name for role in roles}:
+            (reading if only_reads else free).append(name)
+    # PostgreSQL's own roles have rights on all tables, for monitoring. No GRANT names them.
+    reading.append("pg_read_all_data")
+    free.append("pg_write_all_data")
+    every = sql.SQL("true")
+    wanted = [(_EVERYTHING, "ALL", free, every), (_READING, "SELECT", reading, every)]
+    for role in bound:
+        own = sql.SQL("eql_topic OPERATOR(pg_catalog.=) {}").format(role.topic)
+        wanted.append((role.name, "SELECT" if role.kind in _READS else "ALL", [role.name], own))
     for table in (sql.Identifier(schema, name) for name in tables):
         yield ddl("ALTER TABLE {} ENABLE ROW LEVEL SECURITY", table)
-        yield ddl("DROP POLICY IF EXISTS {} ON {}", _EVERYTHING, table)
-        names = sql.SQL(", ").join(map(sql.Identifier, free))
-        yield ddl("CREATE POLICY {} ON {} TO {} USING (true)", _EVERYTHING, table, names)
-        for role in bound:
-            own = sql.SQL("eql_topic OPERATOR(pg_catalog.=) {}").format(role.topic)
-            yield ddl("DROP POLICY IF EXISTS {} ON {}", role.name, table)
-            yield ddl("CREATE POLICY {} ON {} TO {} USING ({})", role.name, table, role.name, own)
+        for policy, command, members, rows in wanted:
+            yield ddl("DROP POLICY IF EXISTS {} ON {}", policy, table)
+            names = sql.SQL(", ").join(map(sql.Identifier, members))
+            yield ddl("CREATE POLICY {} ON {} FOR {} TO {} USING ({})", policy, table, sql.SQL(command), names, rows)
 
 
 def removal(connection: Connection, schema: str, removed: Sequence[RoleState], *, everything: bool) -> Statements:
@@ -213,7 +223,7 @@ def removal(connection: Connection, schema: str, removed: Sequence[RoleState], *
     if everything:
         yield ddl("DROP TRIGGER IF EXISTS {} ON {}.event_buffer", grants.TRIGGER, schema)
     policies = [state.role.name for state in removed if state.role.topic is not None]
-    policies += [_EVERYTHING] if everything else []
+    policies += [_EVERYTHING, _READING] if everything else []
     for table in (sql.Identifier(schema, name) for name in grants.BY_TOPIC):
         for policy in policies:
             yield ddl("DROP POLICY IF EXISTS {} ON {}", policy, table)

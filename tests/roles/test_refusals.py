@@ -243,6 +243,23 @@ def test_a_role_of_one_topic_copies_nothing_into_others(owner: EventSQL, as_: As
 
 
 @pytest.mark.usefixtures("own_roles")
+def test_an_upgrade_makes_the_policies_anew(owner: EventSQL, prefix: str) -> None:
+    policies = "SELECT polrelid::regclass::text, polname, polcmd, polroles FROM pg_policy ORDER BY 1, 2"
+    with owner.database.connection() as connection:
+        wanted = connection.execute(policies).fetchall()
+        for table in grants.BY_TOPIC:
+            connection.execute(f"DROP POLICY eventsql_read_all_topics ON eventsql.{table}".encode())
+            connection.execute(f'DROP POLICY "{prefix}_reader_orders" ON eventsql.{table}'.encode())
+            connection.execute(f'CREATE POLICY "{prefix}_reader_orders" ON eventsql.{table} USING (true)'.encode())
+            connection.execute(f'ALTER POLICY eventsql_all_topics ON eventsql.{table} TO "{prefix}_reader"'.encode())
+        connection.execute("UPDATE eventsql.schema_version SET version_num = '0076'")
+    with EventSQL(owner.database.given_dsn, transfer=False) as platform, platform.database.connection() as connection:
+        assert connection.execute(policies).fetchall() == wanted
+        protected = "SELECT count(*) FROM pg_class WHERE relnamespace = 'eventsql'::regnamespace AND relrowsecurity"
+        assert connection.execute(protected).fetchone() == (len(grants.BY_TOPIC),)
+
+
+@pytest.mark.usefixtures("own_roles")
 def test_a_login_with_two_roles_of_one_topic_each_has_both(owner: EventSQL, login: Login, prefix: str) -> None:
     from eventsql_orchestration.database.roles import Roles
 
@@ -250,6 +267,39 @@ def test_a_login_with_two_roles_of_one_topic_each_has_both(owner: EventSQL, logi
     with psycopg.connect(login("consumer_orders", "consumer_payments")) as session:
         found = session.execute("SELECT DISTINCT eql_topic FROM eventsql.consumer ORDER BY 1").fetchall()
     assert found == [("orders",), ("payments",)]
+
+
+@pytest.mark.usefixtures("own_roles")
+@pytest.mark.parametrize(
+    "right",
+    [
+        "{prefix}_reader", "{prefix}_reader_payments", "{prefix}_transfer", "pg_read_all_data",
+        "SELECT ON eventsql.consumer, eventsql.consumer_claim",
+    ],
+)  # fmt: skip
+def test_a_consumer_of_one_topic_that_reads_others_changes_no_row_of_theirs(
+    owner: EventSQL, login: Login, session: Connection, prefix: str, right: str
+) -> None:
+    from eventsql_orchestration.database.roles import Roles
+
+    for topic in ("orders", "payments"):
+        owner.publisher.publish(Publication(topic, b"v", partition=0))
+        owner.transfer.run_once()
+        assert isinstance(owner.claims.claim(topic, "mailer", 0, owner="run"), Claim)
+    Roles(owner.database).create(prefix=prefix, topics=["payments"])
+    url = login("consumer_orders")
+    session.execute(f'GRANT {right.format(prefix=prefix)} TO "{make_url(url).username}"'.encode())
+    Roles(owner.database).create(prefix=prefix)
+    with psycopg.connect(url) as connection:
+        for table in ("consumer", "consumer_claim"):
+            seen = connection.execute(f"SELECT DISTINCT eql_topic FROM eventsql.{table} ORDER BY 1".encode()).fetchall()
+            assert seen == [("orders",), ("payments",)], table
+        for statement in (
+            "UPDATE eventsql.consumer SET eql_last_event_id = 1 RETURNING eql_topic",
+            "UPDATE eventsql.consumer_claim SET eql_state = 'released' RETURNING eql_topic",
+            "DELETE FROM eventsql.consumer_claim RETURNING eql_topic",
+        ):
+            assert {row[0] for row in connection.execute(sql.SQL(statement))} == {"orders"}, statement
 
 
 def test_nobody_becomes_another_role(login: Login, prefix: str) -> None:

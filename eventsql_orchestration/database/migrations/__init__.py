@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from alembic.config import Config
     from alembic.script import ScriptDirectory
 
-HEAD: Final = "0076"
+HEAD: Final = "0077"
 """The newest revision in `versions/`."""
 
 SYSTEM_PATH: Final = "SET LOCAL search_path TO pg_catalog, pg_temp"

@@ -147,8 +147,9 @@ SELECT EXISTS (
       AND d.dbid <> (SELECT oid FROM pg_database WHERE datname = current_database())
 );
 
--- granted -- The roles that have rights on one of these tables or on its columns, beside its owner and PUBLIC.
-SELECT DISTINCT r.rolname
+-- granted -- The roles that have rights on one of these tables or on its columns, beside its owner and PUBLIC, and
+-- whether they only read.
+SELECT r.rolname, bool_and(acl.privilege_type = 'SELECT')
 FROM pg_class c
 JOIN pg_namespace n ON n.oid = c.relnamespace AND n.nspname = %(schema)s
 CROSS JOIN LATERAL (
@@ -158,6 +159,7 @@ CROSS JOIN LATERAL (
 CROSS JOIN LATERAL aclexplode(found.rights) acl
 JOIN pg_roles r ON r.oid = acl.grantee
 WHERE c.relname = ANY (%(tables)s) AND r.oid <> c.relowner
+GROUP BY r.rolname
 ORDER BY r.rolname;
 
 -- without_row_security -- The tables among these that have no row security.
