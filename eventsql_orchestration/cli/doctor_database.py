@@ -148,7 +148,8 @@ def rights_findings(database: Database) -> Iterator[Finding]:
         name, revoked = ("every role", "PUBLIC") if role is None else (role, sql.Identifier(role).as_string())
         yield warning(
             "schema",
-            f"{name} may create objects in {database.schema}: the platform would use tables made there",
+            f"{name} may create objects in {database.schema}: the platform would use tables and functions made there, "
+            "and run the functions with its owner's rights",
             f"REVOKE CREATE ON SCHEMA {schema} FROM {revoked}",
         )
 

@@ -72,8 +72,8 @@ WITHOUT_PRIVILEGES = "UPDATE pg_proc SET proacl = NULL WHERE prosecdef AND prona
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("GRANT CREATE ON SCHEMA eventsql TO PUBLIC", "every role may create objects in eventsql"),
-        ("GRANT CREATE ON SCHEMA eventsql TO pg_monitor", "pg_monitor may create objects in eventsql"),
+        ("GRANT CREATE ON SCHEMA eventsql TO PUBLIC", "every role may create objects in eventsql: "),
+        ("GRANT CREATE ON SCHEMA eventsql TO pg_monitor", "pg_monitor may create objects in eventsql: "),
         (WITHOUT_PRIVILEGES, "every role may execute functions that run with their owner's rights"),
     ],
 )
@@ -86,6 +86,7 @@ def test_doctor_names_rights_that_roles_should_not_have_and_how_to_revoke_them(
     (warning,) = _schema_findings(direct_dsn)
     assert warning["status"] == "warning"
     assert warning["message"].startswith(message)
+    assert "owner's rights" in warning["message"]
     with owner.database.connection() as connection:
         connection.execute(warning["remedy"])
     assert _schema_findings(direct_dsn) == []
