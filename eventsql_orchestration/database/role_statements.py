@@ -198,7 +198,7 @@ def policies(
     # PostgreSQL's own roles have rights on all tables, for monitoring. No GRANT names them.
     reading.append("pg_read_all_data")
     free.append("pg_write_all_data")
-    every = sql.SQL("true")
+    every: sql.Composable = sql.SQL("true")
     wanted = [(_EVERYTHING, "ALL", free, every), (_READING, "SELECT", reading, every)]
     for role in bound:
         own = sql.SQL("eql_topic OPERATOR(pg_catalog.=) {}").format(role.topic)
