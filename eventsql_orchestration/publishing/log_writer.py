@@ -97,6 +97,7 @@ class LogWriter:
         self._low_water = LowWater(database.schema)
         self._looked_at = 0.0
         self._room = LogRoom(database.schema)
+        self._allowed: set[str] = set()
         self._refused: set[str] = set()
         self._mutex = threading.Lock()
         self._closing = False
@@ -335,7 +336,8 @@ class LogWriter:
         return appended
 
     def _append(self, connection: Connection, topic: Topic, encoded: Encoded, events: int) -> list[Appended] | None:
-        if connection.execute(self._queries("await_topic"), {"topic": topic.name}).fetchone() is None:
+        held = connection.execute(self._queries("await_topic"), {"topic": topic.name}).fetchone()
+        if held is None or not self._may_publish(connection, topic.name):
             return None
 
         # Read after the lock: this statement sees the last holder's work, and nobody can redefine the topic any more.
@@ -363,6 +365,15 @@ class LogWriter:
         self._append_rows(connection, topic.name, cast("Iterable[Sequence[bytes]]", encoded), now)
         self._room.check(connection, topic.name)
         return []
+
+    def _may_publish(self, connection: Connection, topic: str) -> bool:
+        """Whether the current role may publish to a topic. If not, the error of the buffer names the right."""
+        if topic not in self._allowed:
+            if not self._log.may_publish(connection, topic):
+                self._refused.add(topic)
+                return False
+            self._allowed.add(topic)
+        return True
 
     def _append_rows(self, connection: Connection, topic: str, events: Iterable[Sequence[bytes]], now: int) -> None:
         prefix = copy_format.log_prefix(now, now)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import psycopg
 
 from eventsql_orchestration.database import Connection
+from eventsql_orchestration.database.grants import TRIGGER
 from eventsql_orchestration.database.rows import fetch_first, fetch_one, send_copy
 from eventsql_orchestration.storage import log_form
 from eventsql_orchestration.storage.log_queries import LogQueries
@@ -78,6 +79,11 @@ class LogAppender:
     def __init__(self, schema: str) -> None:
         self._schema = schema
         self._queries = LogQueries("append", schema)
+
+    def may_publish(self, connection: Connection, topic: str) -> bool:
+        """Whether the current role may publish to a topic. A role that may transfer could write to every log."""
+        values = {"trigger": TRIGGER}
+        return bool(fetch_one(connection, self._queries("may_publish", topic=topic), values, prepare=False)[0])
 
     def state(self, connection: Connection, topic: str, *, low_water: int, limit: int, events: int) -> TopicState:
         """The state of a topic. Counts the events in at most `limit` rows of the buffer.

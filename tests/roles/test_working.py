@@ -154,10 +154,23 @@ def test_rows_of_topics_that_row_security_hides_are_no_leftovers(owner: EventSQL
     assert owner.transfer.run_once() == {"orders": 2}
 
 
-def test_a_role_of_publishing_and_transfer_takes_the_straight_path(owner: EventSQL, as_: As) -> None:
-    platform = as_("publisher", "transfer")
+@pytest.mark.parametrize("role", ["publisher", "publisher_orders"])
+def test_a_role_of_publishing_and_transfer_takes_the_straight_path(owner: EventSQL, as_: As, role: str) -> None:
+    platform = as_(role, "transfer")
     platform.publisher.publish_all(_orders(200))
     assert owner.reader.end("orders") == 200
+
+
+@pytest.mark.parametrize("roles", [("publisher_orders", "transfer"), ("transfer",)])
+def test_a_role_of_a_transfer_publishes_no_batch_to_a_topic_that_is_not_its_own(
+    owner: EventSQL, as_: As, roles: tuple[str, ...]
+) -> None:
+    publisher = as_(*roles).publisher
+    for number in (1, 2_000):
+        with pytest.raises(PermissionDeniedError):
+            publisher.publish_all([Publication("payments", b"v", partition=0)] * number)
+    owner.transfer.run_once()
+    assert owner.reader.end("payments") == 0
 
 
 @pytest.mark.parametrize("role", ["consumer", "consumer_orders"])

@@ -28,6 +28,13 @@ first AS MATERIALIZED (
     FROM (SELECT (SELECT id FROM first) AS first, coalesce((SELECT id FROM rest), (SELECT id FROM first)) AS last) drawn
 )
 
+-- may_publish -- Whether the current role may publish to a topic, as the trigger of the buffer finds it.
+SELECT NOT EXISTS (
+        SELECT FROM pg_trigger WHERE tgrelid = '{schema}.event_buffer'::regclass AND tgname = %(trigger)s
+    )
+    OR has_function_privilege('{schema}.publish_anywhere()'::regprocedure, 'EXECUTE')
+    OR has_column_privilege('{schema}.{event_table}'::regclass, 'eql_id', 'INSERT');
+
 -- append_state -- The state of a topic for a publisher that holds it: partitions and layout; the time; the last id,
 -- number and bytes of the events in at most `limit` rows of its buffer; the last id of the log, and its form. Where nothing
 -- is buffered, it takes `events` ids of the log: the first one, and whether they are usable. psycopg parses statements of
