@@ -116,6 +116,14 @@ class Roles:
         with self._database.connection() as connection:
             return [name for (name,) in role_statements.rows_of(connection, self._database.schema, "open_functions")]
 
+    def foreign_functions(self) -> list[tuple[str, str]]:
+        """The functions in the platform's schema that another role has made, and their owners.
+
+        Each is named with its schema and arguments, quoted for SQL.
+        """
+        with self._database.connection() as connection:
+            return role_statements.rows_of(connection, self._database.schema, "foreign_functions")
+
     def _hold(self, connection: Connection, moved: Sequence[str] = ()) -> None:
         """Keep handlers, publishers and receivers away: they use the tables in another order than a change of roles.
 

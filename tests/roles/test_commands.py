@@ -92,6 +92,26 @@ def test_doctor_names_rights_that_roles_should_not_have_and_how_to_revoke_them(
     assert _schema_findings(direct_dsn) == []
 
 
+def test_doctor_names_a_function_that_another_role_has_made_after_the_right_to_make_it_is_gone(
+    owner: EventSQL, direct_dsn: str
+) -> None:
+    with owner.database.connection() as connection:
+        for statement in (
+            "GRANT CREATE ON SCHEMA eventsql TO pg_monitor",
+            "SET ROLE pg_monitor",
+            "CREATE FUNCTION eventsql.partition_of_key(text, smallint) RETURNS integer LANGUAGE sql RETURN 0",
+            "RESET ROLE",
+            "REVOKE CREATE ON SCHEMA eventsql FROM pg_monitor",
+        ):
+            connection.execute(statement)
+    (warning,) = _schema_findings(direct_dsn)
+    function = "eventsql.partition_of_key(text, smallint)"
+    assert warning["message"].startswith(f"role pg_monitor has made function {function}")
+    with owner.database.connection() as connection:
+        connection.execute(warning["remedy"].removeprefix("look at it, and "))
+    assert _schema_findings(direct_dsn) == []
+
+
 @pytest.mark.usefixtures("own_roles")
 def test_doctor_names_the_command_that_gives_the_tables_to_the_admin_role_after_a_restore_without_owners(
     owner: EventSQL, direct_dsn: str, prefix: str

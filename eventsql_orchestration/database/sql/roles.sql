@@ -134,6 +134,14 @@ FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace
 WHERE n.nspname = %(schema)s AND p.prosecdef AND has_function_privilege('public', p.oid, 'EXECUTE')
 ORDER BY p.proname;
 
+-- foreign_functions -- The functions in the platform's schema whose owner has no rights of the owner of the platform's tables.
+SELECT format('%%I.%%I(%%s)', n.nspname, p.proname, pg_get_function_identity_arguments(p.oid)), pg_get_userbyid(p.proowner)
+FROM pg_proc p
+JOIN pg_namespace n ON n.oid = p.pronamespace
+JOIN pg_class buffer ON buffer.relnamespace = n.oid AND buffer.relname = 'event_buffer'
+WHERE n.nspname = %(schema)s AND NOT pg_has_role(p.proowner, buffer.relowner, 'MEMBER')
+ORDER BY 1;
+
 -- unusable -- Existing roles among these names that are logins, or can do more than a group should.
 SELECT rolname FROM pg_roles
 WHERE rolname = ANY (%(names)s)
