@@ -21,7 +21,7 @@ from eventsql_orchestration.errors import DatabaseBusyError, DatabaseUnavailable
 from eventsql_orchestration.queue import Message, Queue, held_messages
 from eventsql_orchestration.queue.held_messages import HeldMessages
 from eventsql_orchestration.queue.queue_table import QueueTable
-from eventsql_orchestration.queue.worker import Handler
+from eventsql_orchestration.queue.worker import Handler, exponential
 from eventsql_orchestration.threads import in_thread, start_thread
 from tests.effects import DISK_IS_FULL, MuteError, stand_still, take_too_long
 from tests.fixtures import Terminate, Until
@@ -107,7 +107,7 @@ def test_the_log_says_whether_a_failed_message_comes_again_or_is_a_dead_letter(
         until(lambda: queue.statistics().dead == 1)
         assert workers.failed == receives
     said = [record.getMessage() for record in caplog.records if record.name.endswith("queue.worker")]
-    assert ["again in" in line for line in said] == [True] * (receives - 1) + [False]
+    assert ["again in 0.0 s" in line for line in said] == [True] * (receives - 1) + [False]
     assert "'commands_dead'" in said[-1]
     assert caplog.text.count('raise ValueError("nope")') == receives
 
@@ -425,6 +425,11 @@ def test_a_worker_goes_on_after_any_error_of_its_backoff(queue: Queue, until: Un
     queue.send_all([b"bad", b"good"])
     with queue.work(fail, max_messages=1, backoff=pause) as workers:
         until(lambda: (workers.handled, workers.failed >= 1) == (1, True))
+
+
+@pytest.mark.parametrize(("receives", "longest"), [(1, 1), (2, 2), (3, 4), (9, 256), (10, 300), (10_000, 300)])
+def test_the_pause_of_a_failing_message_doubles_up_to_five_minutes(receives: int, longest: int) -> None:
+    assert longest / 2 <= exponential(receives) <= longest
 
 
 async def never_run(message: Message, connection: Connection) -> None: ...
