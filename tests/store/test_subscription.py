@@ -192,15 +192,20 @@ def test_a_failed_change_is_tried_again_and_those_before_it_count(store: Store) 
             raise ValueError("not today")
 
     subscription = subscribed(store, picky)
+    assert [lag.retry_in for lag in store.subscriptions()] == [None]
     assert drain(subscription) == 1
     (lag,) = store.subscriptions()
     assert (effects(store), lag.attempts, lag.failure) == ([1], 1, "ValueError: not today")
+    assert lag.retry_in is not None
+    assert 0 <= lag.retry_in <= 1
     assert subscription.run_once().due_in
     due_now(store)
+    assert store.subscriptions()[0].retry_in == 0
     broken.clear()
     assert drain(subscription) == 2
     assert effects(store) == [1, 2, 3]
-    assert store.subscriptions()[0].attempts == 0
+    (lag,) = store.subscriptions()
+    assert (lag.attempts, lag.failure, lag.retry_in) == (0, None, None)
 
 
 def test_the_changes_before_a_failed_change_are_handed_over_once_more_and_alone(store: Store) -> None:

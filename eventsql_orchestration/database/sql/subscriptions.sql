@@ -77,7 +77,8 @@ AND (s.eql_kinds IS NULL OR change.eql_kind = ANY (s.eql_kinds))
 -- lag -- How far each subscription is behind: changes that can be read, counted up to a limit; committed changes beyond the
 -- horizon; the age of the oldest change that it has not handled; changes that were given up.
 SELECT s.eql_name, s.eql_transaction::text, s.eql_position, s.eql_handled, s.eql_attempts, s.eql_failure,
-       greatest(0, extract(epoch FROM s.eql_retry_at - clock_timestamp()))::float8, s.eql_handled_at,
+       CASE WHEN s.eql_retry_at IS NOT NULL
+           THEN greatest(0, extract(epoch FROM s.eql_retry_at - clock_timestamp()))::float8 END, s.eql_handled_at,
        (
            SELECT count(*) FROM (
                SELECT FROM {schema}.aggregate_change change
