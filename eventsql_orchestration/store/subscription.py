@@ -218,7 +218,7 @@ class Subscription:
                 raise SubscriptionNotFoundError(f"subscription {self.name!r} does not exist: subscribe again")
             return None
         transaction, position, attempts, due_in, locked_by = row
-        return _Locked(StoreCheckpoint(start.era, int(transaction), position), attempts, due_in or 0.0, locked_by)
+        return _Locked(StoreCheckpoint(start.era, int(transaction), position), attempts, due_in, locked_by)
 
     def _advance(
         self, connection: Connection, locked: _Locked, to: StoreCheckpoint, handled: list[RecordedChange]

@@ -355,7 +355,7 @@ def _replayed(window: Window, row: Any) -> Replayed:
         window, partition, name, offset, consumed,
         done=offset >= window.upto, paused=paused, owner=owner, lease_ends_at=lease,
         failed_event=failed, spent=failed is not None and attempts >= most,
-        failure=failure if failed is not None else None, retry_in=due or 0.0, given_up=given_up,
+        failure=failure if failed is not None else None, retry_in=due, given_up=given_up,
     )  # fmt: skip
 
 
