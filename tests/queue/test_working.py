@@ -258,12 +258,15 @@ def test_heartbeats_hold_a_message_for_as_long_as_its_handler_takes(
             look = "SELECT min(eql_visible_at) FROM eventsql.queue_message"
             first = connection.execute(look).fetchone()
             until(lambda: connection.execute(look).fetchone() != first)
+            far = "SELECT min(eql_visible_at) > now() + interval '50 minutes' FROM eventsql.queue_message"
+            by_own_timeout = connection.execute(far).fetchone()
         # The first timeout was extended.
         until(lambda: queue.statistics().in_flight == 2)
         assert queue.receive(max_messages=5) == []
         slow.go_on.set()
         until(lambda: workers.handled == 2)
     assert effects(platform) == [b"1", b"2"]
+    assert by_own_timeout == (True,), "the timeout of the queue is shorter"
 
 
 def test_heartbeats_hold_messages_while_handlers_have_every_connection(
