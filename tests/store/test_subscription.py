@@ -182,7 +182,10 @@ def test_a_change_that_commits_between_reading_and_moving_the_subscription_is_no
     assert effects(store) == [1]
 
 
-def test_a_failed_change_is_tried_again_and_those_before_it_count(store: Store) -> None:
+def test_a_failed_change_is_tried_again_and_those_before_it_count(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eventsql_orchestration.consuming.failures.FIRST_BACKOFF", 60.0)
     put(store, "1", 1, 2, 3)
     broken = {2}
 
@@ -197,8 +200,10 @@ def test_a_failed_change_is_tried_again_and_those_before_it_count(store: Store) 
     (lag,) = store.subscriptions()
     assert (effects(store), lag.attempts, lag.failure) == ([1], 1, "ValueError: not today")
     assert lag.retry_in is not None
-    assert 0 <= lag.retry_in <= 1
+    assert 0 < lag.retry_in <= 60
     assert subscription.run_once().due_in
+    (lag,) = store.subscriptions()
+    assert lag.attempts == 1
     due_now(store)
     assert store.subscriptions()[0].retry_in == 0
     broken.clear()
@@ -243,6 +248,26 @@ def test_a_failure_that_cannot_be_noted_is_noted_before_the_change_is_handed_ove
         subscription.run_once()
     assert subscription.run_once().more
     assert len(store.dead_letters("mailer")) == len(handed) == 1
+
+
+def test_a_failure_is_not_noted_in_a_subscription_that_another_process_has_by_now(
+    store: Store, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_change: RecordedChange, _connection: Connection) -> None:
+        raise ValueError("never")
+
+    put(store, "1", 1)
+    subscription, other = subscribed(store, fails, max_attempts=1), sessions()
+    note = subscription._note_failure
+
+    def is_late(change: RecordedChange, error: BaseException) -> Progress:
+        other.execute("SELECT FROM eventsql.store_subscription FOR UPDATE")
+        return note(change, error)
+
+    monkeypatch.setattr(subscription, "_note_failure", is_late)
+    assert not subscription.run_once().active
+    other.rollback()
+    assert store.dead_letters("mailer") == []
 
 
 @pytest.mark.parametrize(
