@@ -108,8 +108,6 @@ class MessageQueue:
         database, and `WrongShardError` for a key of an ordered queue that belongs to another shard.
         """
         message = NewMessage(body, key, metadata, delay, due, priority, deduplication_id)
-        if self._shards.lone():
-            return self._shards.all()[0].put([message], connection)[0]
         return self.send_all([message], connection=connection)[0]
 
     @checks_itself
