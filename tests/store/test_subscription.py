@@ -31,6 +31,7 @@ from eventsql_orchestration.threads import start_thread
 from tests.effects import FullDiskError, MuteError, fail_and_close, stand_still
 from tests.fixtures import Sessions, Spawn, Terminate, Until, UntilBlocked
 from tests.store.test_order import adopted, put, restored
+from tests.waiting import PATIENCE
 
 
 @pytest.fixture
@@ -858,6 +859,25 @@ def test_a_subscription_that_waits_for_its_next_look_stops_before_it(store: Stor
     with store.subscribe("mailer", effect, options=hour) as subscription:
         until(lambda: effects(store) == [1])
         assert subscription.stop(60.0)
+
+
+def test_a_subscription_that_is_stopped_in_its_handler_does_not_wait_for_its_next_look(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store, "1", 1)
+    stop, waits = threading.Event(), list[float]()
+    subscription = store.subscribe("mailer", lambda *_: stop.set(), background=False)
+    monkeypatch.setattr(subscription._wake, "wait", waits.append)
+    subscription.run(stop)
+    assert waits == []
+
+
+def test_a_subscription_that_was_stopped_hears_of_no_more_appends(platform: EventSQL) -> None:
+    listener = platform.store.listener
+    assert listener is not None
+    with platform.store.subscribe("mailer", lambda *_: None) as subscription:
+        assert subscription.stop(PATIENCE)
+    assert listener._callbacks == {}
 
 
 def test_a_handler_may_stop_its_subscription(store: Store, until: Until) -> None:
