@@ -355,6 +355,9 @@ def test_a_receipt_that_no_queue_gives_is_refused(queue: Queue) -> None:
     (message,) = queue.receive()
     with pytest.raises(ValidationError):
         queue.acknowledge(replace(message, receipt=2**31))
+    one_for_several: Any = message
+    with pytest.raises(ValidationError):
+        queue.acknowledge_all(one_for_several)
     queue.acknowledge(message)
 
 
@@ -519,6 +522,11 @@ def test_a_receiver_hears_of_a_message_that_comes_into_sight(
             case "redrive":
                 assert other.redrive() == 1
         assert bodies(waiting.result(PATIENCE)) == [b"x"]
+
+
+def test_a_receiver_that_may_wait_gets_a_message_that_is_there(queue: Queue) -> None:
+    queue.send(b"x")
+    assert bodies(queue.receive(wait=0.001)) == [b"x"]
 
 
 def test_a_waiting_receiver_holds_no_transaction_and_gives_up_in_time(

@@ -311,6 +311,18 @@ def test_a_late_acknowledgement_under_repeatable_read_is_the_queues_error(queue:
         queue.acknowledge(message, connection=strict)
 
 
+def test_a_call_with_no_messages_does_nothing_but_look_at_the_connection(
+    queue: Queue, session: Connection, direct_dsn: str
+) -> None:
+    calls: list[Callable[..., object]] = [queue.send_all, queue.acknowledge_all]
+    with psycopg.connect(direct_dsn, dbname="postgres") as elsewhere:
+        for call in calls:
+            assert not call([])
+            assert not call([], connection=session)
+            with pytest.raises(ValidationError, match="postgres"):
+                call([], connection=elsewhere)
+
+
 def test_a_transaction_of_sqlalchemy_sends_and_acknowledges(queue: Queue, engine: sqlalchemy.Engine) -> None:
     with engine.begin() as connection:
         queue.send(b"x", connection=connection)
@@ -399,6 +411,8 @@ def test_a_name_may_have_200_characters_of_any_script(database: Database) -> Non
         lambda queue: queue.send(b"x", delay="1"),
         lambda queue: queue.send(b"x", delay=timedelta(days=366)),
         lambda queue: queue.send(b"x" * (64 * 1024 * 1024 + 1)),
+        lambda queue: queue.send_all([b"x"] * 10_001),
+        lambda queue: queue.send_all(NewMessage(b"x")),
     ],
 )
 def test_a_message_that_cannot_be_sent_is_refused_before_anything_is_written(

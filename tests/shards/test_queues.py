@@ -107,6 +107,14 @@ def test_messages_of_a_shard_are_received_though_others_fail(
     assert sum("nothing was received" in record.message for record in caplog.records) == 20
 
 
+def test_a_full_shard_keeps_no_receiver_from_the_messages_of_the_others(platform: EventSQL) -> None:
+    queue = Queue(platform, "jobs")
+    for shard in platform.shards:
+        Queue(shard, "jobs").send_all([b"x"] * 30)
+    # By chance, one try in a billion asks a single shard first each time.
+    assert len({message.shard for _ in range(20) for message in queue.receive()}) > 1
+
+
 def test_a_queue_is_deleted_on_every_shard_or_on_none(platform: EventSQL) -> None:
     queue = Queue(platform, "jobs")
     queue.definition()
