@@ -10,7 +10,7 @@ import psycopg
 from psycopg import sql
 
 from eventsql_orchestration.database import Connection, Database, Platform, Queries, database_of
-from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one, query_all, query_first
+from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one, query_all
 from eventsql_orchestration.database.sessions import wait_at_most
 from eventsql_orchestration.errors import DatabaseBusyError, QueueInUseError
 from eventsql_orchestration.queue.queue_table import QueueTable
@@ -73,8 +73,9 @@ class QueueUpkeep:
 
     def _purge(self, purged: int, *, promote: bool) -> int:
         queue = self._table.id()
-        row = query_first(self._database, self._queries("newest"), {"queue": queue}, prepare=False)
-        values = {"queue": queue, "upto": row[0] if row else None, "limit": PURGED_AT_ONCE}
+        with self._database.connection() as connection:
+            (upto,) = fetch_one(connection, self._queries("newest"), {"queue": queue}, prepare=False)
+        values = {"queue": queue, "upto": upto, "limit": PURGED_AT_ONCE}
 
         def purge(connection: Connection) -> int:
             deleted: int = fetch_one(connection, self._queries("purge"), values, prepare=False)[0]

@@ -157,11 +157,24 @@ def test_the_deletion_gives_way_to_a_transaction_that_does_not_end(
     queue, session = Queue(database, "commands"), sessions()
     queue.send(b"x", connection=session)
     monkeypatch.setattr(upkeep, "RETRY_SECONDS", 0)
-    with pytest.raises(DatabaseBusyError):
+    with pytest.raises(DatabaseBusyError, match="'commands' is kept"):
         queue.delete()
     session.rollback()
     queue.send(b"y")
     assert queue.depth().visible == 1
+
+
+def test_a_forced_deletion_has_emptied_the_queue_before_it_gives_way(
+    database: Database, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue, session = Queue(database, "commands"), sessions()
+    queue.send(b"x")
+    queue.send(b"y", connection=session)
+    monkeypatch.setattr(upkeep, "RETRY_SECONDS", 0)
+    with pytest.raises(DatabaseBusyError, match="'commands' is emptied, but kept"):
+        queue.delete(force=True)
+    session.rollback()
+    assert (names(database), rows(database)) == (["commands"], 0)
 
 
 def test_a_queue_with_an_archive_is_deleted_although_a_publication_has_all_tables(
@@ -198,6 +211,7 @@ def test_receivers_and_workers_of_a_deleted_queue_end_instead_of_waiting_for_eve
     with queue.work(lambda *_: None, workers=2) as workers:
         other.delete()
         until(lambda: not workers.running)
+    assert queue.statistics().depth == 0
     with pytest.raises(QueueNotFoundError):
         queue.receive(wait=600)
     with pytest.raises(QueueNotFoundError):
