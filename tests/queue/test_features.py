@@ -296,7 +296,7 @@ def test_messages_beyond_those_of_one_transaction_are_redriven_and_purged(
 ) -> None:
     monkeypatch.setattr(upkeep, "PURGED_AT_ONCE", 2)
     queue = Queue(database, "commands", max_receives=1)
-    queue.send_all([b"1", b"2", b"3", b"4", b"5", b"6"])
+    queue.send_all([NewMessage(b"1", key="a"), b"2", b"3", b"4", b"5", b"6"])
     queue.receive(max_messages=6)
     expire(database)
     assert queue.receive() == []
