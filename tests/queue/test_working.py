@@ -348,6 +348,21 @@ def test_a_stop_gives_all_other_messages_back_with_one_statement(queue: Queue, m
     assert (given, queue.statistics().visible) == ([99], 99)
 
 
+def test_workers_that_wait_for_messages_end_before_their_next_look(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paused = threading.Event()
+
+    def look_again_in_an_hour() -> float:
+        paused.set()
+        return 3_600.0
+
+    monkeypatch.setattr(queue, "pause", look_again_in_an_hour)
+    with queue.work(write, workers=1) as workers:
+        assert paused.wait(PATIENCE)
+        assert workers.stop(PATIENCE)
+
+
 @pytest.mark.parametrize("of_shard", [False, True])
 def test_closing_a_platform_or_a_shard_lets_workers_finish_the_message_at_hand(
     dsn: str, until: Until, *, of_shard: bool
