@@ -193,6 +193,27 @@ def test_a_message_whose_handler_could_not_be_called_spends_no_receive(
     assert effects(platform) == [b"1"]
 
 
+def test_a_message_that_waits_for_its_database_is_given_back_when_its_worker_stops(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = threading.Event()
+
+    def pause(_failures: int) -> float:
+        waits.set()
+        return 3_600.0
+
+    def refuse(_message: Message) -> AbstractContextManager[Connection]:
+        raise DatabaseBusyError("every connection of this process is in use")
+
+    monkeypatch.setattr("eventsql_orchestration.queue.worker.pause_while_away", pause)
+    monkeypatch.setattr(queue, "transaction", refuse)
+    queue.send(b"1")
+    with queue.work(write, visibility_timeout=3_600) as workers:
+        assert waits.wait(PATIENCE)
+        assert workers.stop(PATIENCE)
+    assert queue.statistics().visible == 1
+
+
 def test_a_message_that_loses_its_connection_again_and_again_becomes_a_dead_letter(
     platform: EventSQL, queue: Queue, terminate: Terminate, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
