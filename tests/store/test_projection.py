@@ -230,6 +230,7 @@ def test_a_rebuild_in_bulk_counts_the_changes_of_an_earlier_server(store: Store,
     told: list[int] = []
     assert projections.rebuild("sums", fill=lambda _filling: put(store, "1", 5), on_progress=told.append) == 4
     assert told[0] == 3
+    assert sums(store) == {"1": (5, 1)}, "apply gets only later changes"
 
 
 def test_saves_that_commit_late_are_in_a_rebuilt_table_once(
