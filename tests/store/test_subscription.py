@@ -27,7 +27,7 @@ from eventsql_orchestration.store.change import StoreCheckpoint
 from eventsql_orchestration.store.lag import SubscriptionLagReader
 from eventsql_orchestration.store.order import GlobalOrder
 from eventsql_orchestration.store.subscription import FAULT_DELAY, Progress
-from eventsql_orchestration.threads import start_thread
+from eventsql_orchestration.threads import in_thread, start_thread
 from tests.effects import FullDiskError, MuteError, fail_and_close, stand_still
 from tests.fixtures import Sessions, Spawn, Terminate, Until, UntilBlocked
 from tests.store.test_order import adopted, put, restored
@@ -939,6 +939,23 @@ def test_a_platform_that_is_closed_stops_its_subscriptions(platform: EventSQL, u
         put(platform.store, "1", 8)
         until(lambda: platform.store.subscriptions()[1].handled == 2)
         assert third.running
+
+
+def test_a_store_that_is_closed_waits_for_its_subscriptions_together(store: Store, until: Until) -> None:
+    begun, go_on = threading.Semaphore(0), threading.Event()
+
+    def slow(_change: RecordedChange, _connection: Connection) -> None:
+        begun.release()
+        assert go_on.wait(2 * PATIENCE)
+
+    put(store, "1", 1)
+    both = [store.subscribe(name, slow) for name in ("mailer", "billing")]
+    for _ in both:
+        assert begun.acquire(timeout=PATIENCE)
+    closing = in_thread("close", lambda: store.close(3_600.0))
+    until(lambda: all(each._stop.is_set() for each in both))
+    go_on.set()
+    assert closing.result(PATIENCE)
 
 
 def test_a_deleted_subscription_says_so(store: Store) -> None:
