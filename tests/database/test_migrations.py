@@ -246,7 +246,7 @@ def test_a_migration_waits_for_a_table_for_ten_seconds_or_as_long_as_its_role_ma
 ) -> None:
     found: list[object] = []
 
-    def look(connection: Connection, _schema: str) -> None:
+    def look(connection: Connection, *_others: object) -> None:
         found.append(connection.execute("SHOW lock_timeout").fetchone())
         raise DatabaseBusyError("seen")
 

@@ -14,7 +14,7 @@ from psycopg import sql
 from sqlalchemy import make_url
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
-from eventsql_orchestration.database import Connection, Database, Queries, role_statements
+from eventsql_orchestration.database import Connection, Database, Queries, migrations, role_statements
 from eventsql_orchestration.database.installation import CurrentRole
 from eventsql_orchestration.database.roles import Roles
 from eventsql_orchestration.errors import CaptureError, PermissionDeniedError, ValidationError
@@ -202,6 +202,23 @@ def test_a_change_of_roles_gives_way_to_a_handler_that_publishes(
         handling.execute("LOCK TABLE eventsql.event_buffer IN ROW EXCLUSIVE MODE")
         handling.commit()
         assert changing.result()
+
+
+@pytest.mark.usefixtures("own_roles")
+def test_a_migration_of_policies_gives_way_to_a_handler_that_publishes(
+    owner: EventSQL, login: Login, sessions: Sessions, until_blocked: UntilBlocked
+) -> None:
+    with owner.database.connection() as connection:
+        connection.execute("UPDATE eventsql.schema_version SET version_num = '0076'")
+    handling = sessions()
+    handling.execute("LOCK TABLE eventsql.consumer_delivery IN ROW EXCLUSIVE MODE")
+    with Database(login("admin")) as database, ThreadPoolExecutor(1) as executor:
+        migrating = executor.submit(database.migrate)
+        until_blocked()
+        handling.execute("LOCK TABLE eventsql.event_buffer IN ROW EXCLUSIVE MODE")
+        handling.commit()
+        migrating.result()
+        assert database.revision() == migrations.HEAD
 
 
 @pytest.mark.usefixtures("own_roles")

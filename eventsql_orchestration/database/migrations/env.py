@@ -3,7 +3,7 @@
 from alembic import context
 from sqlalchemy.schema import CreateSchema
 
-from eventsql_orchestration.database import role_statements
+from eventsql_orchestration.database import grants, role_statements
 from eventsql_orchestration.database.connections import driver_connection
 from eventsql_orchestration.database.migrations import SYSTEM_PATH, known
 from eventsql_orchestration.database.migrations.holding import hold_publishers
@@ -29,7 +29,8 @@ found = context.get_context().get_current_revision()
 # A newer package may have migrated while this process waited for it. Its schema is used as it is.
 if found is None or known(found):
     if found != context.get_revision_argument():
-        hold_publishers(driver_connection(connection), schema)
+        # A handler that has an event of a queue uses a table with row security, and then publishes.
+        hold_publishers(driver_connection(connection), schema, grants.BY_TOPIC if has_roles else ())
     context.run_migrations()
     if has_roles:
         role_statements.grant(driver_connection(connection), schema)
