@@ -87,10 +87,9 @@ def number_of_key(key: str) -> int:
 
 
 def arrays(deliveries: Collection[Delivery]) -> dict[str, list[int]]:
-    """Deliveries as parameters of a statement. It locks their rows in this order, as a seek does."""
-    ordered = sorted(deliveries, key=lambda each: (each.cursor, each.event.id))
+    """Deliveries as parameters of a statement."""
     return {
-        "cursors": [each.cursor for each in ordered],
-        "ids": [each.event.id for each in ordered],
-        "workers": [each.worker for each in ordered],
+        "cursors": [each.cursor for each in deliveries],
+        "ids": [each.event.id for each in deliveries],
+        "workers": [each.worker for each in deliveries],
     }

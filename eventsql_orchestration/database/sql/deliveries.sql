@@ -122,10 +122,18 @@ SET eql_last_event_id = %(upto)s,
     eql_lease_expires_at = CASE WHEN %(held)s THEN clock_timestamp() + make_interval(secs => %(forever)s) END
 WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition = %(partition)s;
 
--- acknowledge -- Acknowledge events that a process holds; returns the acknowledged events.
-DELETE FROM {schema}.consumer_delivery d
-USING unnest(%(cursors)s::integer[], %(ids)s::bigint[], %(workers)s::bigint[]) AS done (cursor, id, worker)
-WHERE d.eql_cursor = done.cursor AND d.eql_id = done.id AND d.eql_worker = done.worker
+-- acknowledge -- Acknowledge events that a process holds; returns the acknowledged events. It locks their rows in the order
+-- in which `hold` does, whatever the plan of the DELETE is: otherwise the two could wait for each other.
+WITH held AS MATERIALIZED (
+    SELECT d.eql_cursor, d.eql_id
+    FROM unnest(%(cursors)s::integer[], %(ids)s::bigint[], %(workers)s::bigint[]) AS done (cursor, id, worker)
+    JOIN {schema}.consumer_delivery d
+        ON d.eql_cursor = done.cursor AND d.eql_id = done.id AND d.eql_worker = done.worker
+    ORDER BY d.eql_cursor, d.eql_id
+    FOR UPDATE OF d
+)
+DELETE FROM {schema}.consumer_delivery d USING held
+WHERE d.eql_cursor = held.eql_cursor AND d.eql_id = held.eql_id
 RETURNING d.eql_cursor, d.eql_id, d.eql_worker;
 
 -- acknowledge_one -- Acknowledge one event that a process holds.
@@ -180,8 +188,8 @@ SET eql_attempts = 0, eql_failure = NULL, eql_due_at = NULL
 FROM waiting
 WHERE d.eql_cursor = waiting.eql_cursor AND d.eql_id = waiting.eql_id;
 
--- hold -- Wait for the handlers that have events of partitions, and keep other processes from taking the events. In the
--- order in which events are acknowledged: otherwise the two could wait for each other.
+-- hold -- Wait for the handlers that have events of partitions, and keep other processes from taking the events. It locks
+-- their rows in the order in which `acknowledge` does.
 SELECT FROM {schema}.consumer_cursor k JOIN {schema}.consumer_delivery d ON d.eql_cursor = k.eql_id
 WHERE k.eql_topic = %(topic)s AND k.eql_consumer = %(consumer)s AND k.eql_partition = ANY (%(partitions)s)
 ORDER BY d.eql_cursor, d.eql_id
