@@ -157,7 +157,7 @@ def rights_findings(database: Database) -> Iterator[Finding]:
             "schema",
             f"role {maker} has made function {function}: the platform would use it if one of its own functions has "
             "this name, and run it with its owner's rights",
-            f"look at it, and DROP FUNCTION {function}",
+            f"look at it, and DROP ROUTINE {function}",
         )
 
 

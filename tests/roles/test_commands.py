@@ -92,21 +92,27 @@ def test_doctor_names_rights_that_roles_should_not_have_and_how_to_revoke_them(
     assert _schema_findings(direct_dsn) == []
 
 
+@pytest.mark.parametrize(
+    ("function", "definition"),
+    [
+        ("FUNCTION eventsql.partition_of_key(text, smallint)", "RETURNS integer LANGUAGE sql RETURN 0"),
+        ("AGGREGATE eventsql.partition_of_key(integer)", "(sfunc = int4pl, stype = integer)"),
+    ],
+)
 def test_doctor_names_a_function_that_another_role_has_made_after_the_right_to_make_it_is_gone(
-    owner: EventSQL, direct_dsn: str
+    owner: EventSQL, direct_dsn: str, function: str, definition: str
 ) -> None:
     with owner.database.connection() as connection:
         for statement in (
             "GRANT CREATE ON SCHEMA eventsql TO pg_monitor",
             "SET ROLE pg_monitor",
-            "CREATE FUNCTION eventsql.partition_of_key(text, smallint) RETURNS integer LANGUAGE sql RETURN 0",
+            f"CREATE {function} {definition}",
             "RESET ROLE",
             "REVOKE CREATE ON SCHEMA eventsql FROM pg_monitor",
         ):
-            connection.execute(statement)
+            connection.execute(statement.encode())
     (warning,) = _schema_findings(direct_dsn)
-    function = "eventsql.partition_of_key(text, smallint)"
-    assert warning["message"].startswith(f"role pg_monitor has made function {function}")
+    assert warning["message"].startswith(f"role pg_monitor has made function {function.partition(' ')[2]}")
     with owner.database.connection() as connection:
         connection.execute(warning["remedy"].removeprefix("look at it, and "))
     assert _schema_findings(direct_dsn) == []
