@@ -39,7 +39,7 @@ from eventsql_orchestration.storage.appending import LogAppender, TopicState
 from eventsql_orchestration.storage.reading import MAX_OFFSET
 
 LOOK_SECONDS: Final = 0.5
-"""How often a publisher that appends updates the low-water mark."""
+"""How often a publisher that appends updates the low-water mark, and asks again whether it may publish."""
 
 MOST_BUFFERED: Final = 10_000
 """The most buffered events that a publisher moves before its own. If there are more, the transfer is behind."""
@@ -319,6 +319,7 @@ class LogWriter:
             # The mark may be a little late; it matters only with events in the buffer.
             if time.monotonic() - self._looked_at > LOOK_SECONDS:
                 self.look([topic.name])
+                self._allowed.clear()
                 self._looked_at = time.monotonic()
 
             connection = self._open()

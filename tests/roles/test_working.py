@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import psycopg
 import pytest
 from psycopg import sql
+from sqlalchemy import make_url
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Retention, Topic
 from eventsql_orchestration.consuming.claims import Claim
@@ -20,6 +21,7 @@ from eventsql_orchestration.database.grants import role_name
 from eventsql_orchestration.database.roles import Roles
 from eventsql_orchestration.errors import PermissionDeniedError, RedefinitionError
 from eventsql_orchestration.model import BLOCKS, STORAGES, Storage
+from eventsql_orchestration.publishing import log_writer
 from eventsql_orchestration.storage import segments
 from eventsql_orchestration.storage.erasing import FAILURE
 from eventsql_orchestration.topics.leftovers import Leftovers
@@ -171,6 +173,19 @@ def test_a_role_of_a_transfer_publishes_no_batch_to_a_topic_that_is_not_its_own(
             publisher.publish_all([Publication("payments", b"v", partition=0)] * number)
     owner.transfer.run_once()
     assert owner.reader.end("payments") == 0
+
+
+def test_a_publisher_whose_role_was_taken_back_publishes_no_batch(
+    owner: EventSQL, login: Login, session: Connection, prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_writer, "LOOK_SECONDS", -1.0)
+    url = login("publisher_orders", "transfer")
+    with EventSQL(url, transfer=False) as platform:
+        platform.publisher.publish_all(_orders(200))
+        session.execute(f'REVOKE "{prefix}_publisher_orders" FROM "{make_url(url).username}"'.encode())
+        with pytest.raises(PermissionDeniedError):
+            platform.publisher.publish_all(_orders(200))
+    assert owner.reader.end("orders") == 200
 
 
 @pytest.mark.parametrize("role", ["consumer", "consumer_orders"])
