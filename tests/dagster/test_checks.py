@@ -120,6 +120,21 @@ def test_with_grace_a_lag_check_turns_red_only_after_a_time_without_a_break(benc
     assert [each.passed for each in watch.at(1_105.0)] == [True], "its grace begins anew"
 
 
+def test_the_grace_of_a_lag_begins_after_the_consumer_is_registered(bench: Workbench) -> None:
+    watch = Watch(bench, build_lag_check(eager, max_events=0, grace=90.0))
+    bench.publish("rides", 1)
+    bench.platform.registry.unregister_consumer("rides", "eager")
+    (missing,) = watch.at(1_000.0)
+    assert missing.metadata["missing since"].value == 1_000.0
+    assert [each.passed for each in watch.at(1_060.0)] == [False]
+    bench.platform.registry.register_consumer(eager.consumer)
+    (begins,) = watch.at(1_075.0)
+    assert begins.passed
+    assert "beyond 0 events" in str(begins.description)
+    assert watch.at(1_164.0) == []
+    assert [each.passed for each in watch.at(1_165.0)] == [False]
+
+
 def busy(*_: object, **__: object) -> None:
     raise DatabaseBusyError("canceling statement due to statement timeout")
 

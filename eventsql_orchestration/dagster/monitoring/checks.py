@@ -24,6 +24,7 @@ from eventsql_orchestration.validation import counted
 LAG_CHECK: Final = "lag"
 
 BEYOND_SINCE: Final = "beyond since"
+MISSING_SINCE: Final = "missing since"
 
 IDLE_INTERVAL: Final = 300.0
 """Seconds between observations of an asset without lag, and between reports of a red check that has not changed: plots
@@ -73,15 +74,16 @@ class Verdict:
 
     @classmethod
     def beyond(
-        cls, fault: str, metadata: Mapping[str, Any], look: Look[Any], grace: float, *, face: str, why: str = ""
-    ) -> Self:
-        """The result for a fault, which turns red after `grace` seconds without a break."""
-        since = float(look.memory.get(BEYOND_SINCE, look.now))
-        metadata = {**metadata, BEYOND_SINCE: dg.MetadataValue.timestamp(since)}
-        memory = {BEYOND_SINCE: since}
+        cls, fault: str, metadata: Mapping[str, Any], look: Look[Any], grace: float, *, face: str, why: str = "",
+        noted: str = BEYOND_SINCE,
+    ) -> Self:  # fmt: skip
+        """The result for a fault, which turns red after `grace` seconds without a break. `noted` names its begin."""
+        since = float(look.memory.get(noted, look.now))
+        metadata = {**metadata, noted: dg.MetadataValue.timestamp(since)}
+        memory = {noted: since}
         left = grace - (look.now - since)
         if left > 0:
-            fault, face = f"{fault}; red if this lasts {left:.0f} s more", "beyond for a while"
+            fault, face = f"{fault}; red if this lasts {left:.0f} s more", noted
         return cls(left > 0, f"{fault}. {why}" if why else fault, metadata, face, memory)
 
 
@@ -202,8 +204,8 @@ def lag_allowed(subject: str, bounds: str, grace: float) -> str:
 def remembered(instance: dg.DagsterInstance, key: dg.AssetCheckKey) -> Memory:
     """The memory for an execution by hand, and for a sensor without a cursor, read from the newest result."""
     latest = latest_evaluation(instance, key)
-    since = None if latest is None else latest[0].metadata.get(BEYOND_SINCE)
-    return {} if since is None else {BEYOND_SINCE: since.value}
+    metadata = {} if latest is None else latest[0].metadata
+    return {noted: metadata[noted].value for noted in (BEYOND_SINCE, MISSING_SINCE) if noted in metadata}
 
 
 def latest_evaluation(
@@ -249,7 +251,11 @@ class _LagRule:
         return (events is not None and lag.events > events) or (seconds is not None and lag.seconds > seconds)
 
 
+def missing(fault: str, metadata: Mapping[str, Any], look: Look[Any]) -> Verdict:
+    """The result for a consumer or a queue that is not registered."""
+    return Verdict.beyond(fault, metadata, look, REGISTRATION_GRACE, face="missing", noted=MISSING_SINCE)
+
+
 def unregistered(consumer: ConsumerDefinition, look: Look[Any]) -> Verdict:
     """The result for a consumer that is not registered."""
-    metadata = AssetLag(()).metadata()
-    return Verdict.beyond(consumer_missing(consumer.consumer), metadata, look, REGISTRATION_GRACE, face="missing")
+    return missing(consumer_missing(consumer.consumer), AssetLag(()).metadata(), look)

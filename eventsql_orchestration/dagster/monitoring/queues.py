@@ -11,12 +11,12 @@ import dagster as dg
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.dagster.monitoring.checks import (
     LAG_CHECK,
-    REGISTRATION_GRACE,
     Look,
     ReportedCheck,
     Verdict,
     lag_allowed,
     lag_bounds,
+    missing,
 )
 from eventsql_orchestration.dagster.monitoring.dead_letter_check import DELIVERED_CHECK
 from eventsql_orchestration.dagster.monitoring.reports import Reports, cursor_of, monitoring_sensor
@@ -148,7 +148,7 @@ def _unknown(look: Look[QueueState]) -> Verdict | None:
         return None
     if state.unreachable:
         return Verdict(False, fault, state.metadata(), fault)
-    return Verdict.beyond(fault, state.metadata(), look, REGISTRATION_GRACE, face="missing")
+    return missing(fault, state.metadata(), look)
 
 
 def _judge_lag(limits: QueueLimits, look: Look[QueueState]) -> Verdict:
