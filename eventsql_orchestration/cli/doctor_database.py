@@ -119,7 +119,7 @@ def schema_finding(database: Database, *, embedded: bool) -> Finding:
 
 
 def rights_findings(database: Database) -> Iterator[Finding]:
-    """Functions that every role may execute, and roles that made or could make objects which the platform would use.
+    """Functions that every role may execute, and roles that own or could make objects which the platform would use.
 
     The admin role is one of these roles if it does not own the tables: then it gets its tables back first.
     """
@@ -152,12 +152,13 @@ def rights_findings(database: Database) -> Iterator[Finding]:
             "and run the functions with its owner's rights",
             f"REVOKE CREATE ON SCHEMA {schema} FROM {revoked}",
         )
-    for function, maker in roles.foreign_functions():
+    for function, other, owner in roles.foreign_functions():
         yield warning(
             "schema",
-            f"role {maker} has made function {function}: the platform would use it if one of its own functions has "
-            "this name, and run it with its owner's rights",
-            f"look at it, and DROP ROUTINE {function}",
+            f"role {other} owns function {function}, and not {owner}: the platform would use it if one of its own "
+            "functions has this name, and run it with its owner's rights",
+            f"look at it, and DROP ROUTINE {function}; if it is the platform's own: "
+            f"ALTER ROUTINE {function} OWNER TO {sql.Identifier(owner).as_string()}",
         )
 
 

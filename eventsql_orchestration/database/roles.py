@@ -116,8 +116,8 @@ class Roles:
         with self._database.connection() as connection:
             return [name for (name,) in role_statements.rows_of(connection, self._database.schema, "open_functions")]
 
-    def foreign_functions(self) -> list[tuple[str, str]]:
-        """The functions in the platform's schema that another role has made, and their owners.
+    def foreign_functions(self) -> list[tuple[str, str, str]]:
+        """The functions in the platform's schema that another role owns, with this role and the owner of the tables.
 
         Each is named with its schema and arguments, quoted for SQL.
         """

@@ -112,9 +112,19 @@ def test_doctor_names_a_function_that_another_role_has_made_after_the_right_to_m
         ):
             connection.execute(statement.encode())
     (warning,) = _schema_findings(direct_dsn)
-    assert warning["message"].startswith(f"role pg_monitor has made function {function.partition(' ')[2]}")
+    assert warning["message"].startswith(f"role pg_monitor owns function {function.partition(' ')[2]}, ")
     with owner.database.connection() as connection:
-        connection.execute(warning["remedy"].removeprefix("look at it, and "))
+        connection.execute(warning["remedy"].removeprefix("look at it, and ").partition(";")[0])
+    assert _schema_findings(direct_dsn) == []
+
+
+def test_doctor_says_how_a_function_of_the_platform_gets_its_owner_back(owner: EventSQL, direct_dsn: str) -> None:
+    """As after somebody has given the tables alone to another role."""
+    with owner.database.connection() as connection:
+        connection.execute("ALTER FUNCTION eventsql.publish_anywhere() OWNER TO pg_monitor")
+    (warning,) = _schema_findings(direct_dsn)
+    with owner.database.connection() as connection:
+        connection.execute(warning["remedy"].partition("if it is the platform's own: ")[2])
     assert _schema_findings(direct_dsn) == []
 
 

@@ -134,8 +134,10 @@ FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace
 WHERE n.nspname = %(schema)s AND p.prosecdef AND has_function_privilege('public', p.oid, 'EXECUTE')
 ORDER BY p.proname;
 
--- foreign_functions -- The functions in the platform's schema whose owner has no rights of the owner of the platform's tables.
-SELECT format('%%I.%%I(%%s)', n.nspname, p.proname, pg_get_function_identity_arguments(p.oid)), pg_get_userbyid(p.proowner)
+-- foreign_functions -- The functions in the platform's schema whose owner has no rights of the owner of the platform's tables,
+-- and both owners.
+SELECT format('%%I.%%I(%%s)', n.nspname, p.proname, pg_get_function_identity_arguments(p.oid)), pg_get_userbyid(p.proowner),
+       pg_get_userbyid(buffer.relowner)
 FROM pg_proc p
 JOIN pg_namespace n ON n.oid = p.pronamespace
 JOIN pg_class buffer ON buffer.relnamespace = n.oid AND buffer.relname = 'event_buffer'
