@@ -1343,11 +1343,20 @@ def find_the_offset_moved(platform: EventSQL, own: Deliveries, worker: int) -> N
     own.hand_out(worker, -1, 3)
 
 
-@pytest.mark.parametrize(("handled", "acknowledged"), [(1, [2, 0]), (2, [0, 1])])
+def acknowledge(own: Deliveries, _worker: int, settled: list[Delivery], _others: list[Delivery]) -> None:
+    assert own.acknowledge(settled) == set()
+
+
+def give_back(own: Deliveries, worker: int, _settled: list[Delivery], others: list[Delivery]) -> None:
+    own.give_back_others(worker, -1, others)
+
+
+@pytest.mark.parametrize(("handled", "settled"), [(1, [2, 0]), (2, [0, 1])])
+@pytest.mark.parametrize("settle", [acknowledge, give_back])
 @pytest.mark.parametrize("move", [move_by_a_seek, find_the_offset_moved])
-def test_acknowledging_several_events_does_not_deadlock_with_a_move(
+def test_settling_several_events_does_not_deadlock_with_a_move(
     platform: EventSQL, sessions: Sessions, until_blocked: UntilBlocked, monkeypatch: pytest.MonkeyPatch,
-    *, move: Callable[[EventSQL, Deliveries, int], None], handled: int, acknowledged: list[int],
+    *, move: Callable[[EventSQL, Deliveries, int], None], settle: Callable[..., None], handled: int, settled: list[int],
 ) -> None:  # fmt: skip
     monkeypatch.setattr(deliveries, "LOCK_SECONDS", PATIENCE)
     first, *_ = fill(platform, 3)
@@ -1367,11 +1376,11 @@ def test_acknowledging_several_events_does_not_deadlock_with_a_move(
         own._acknowledge_in(handling, handed[handled])
         moving = threads.submit(move, platform, own, worker)
         until_blocked()
-        acknowledging = threads.submit(own.acknowledge, [handed[each] for each in acknowledged])
+        settling = threads.submit(settle, own, worker, [handed[each] for each in settled], [handed[handled]])
         until_blocked(2)
         handling.rollback()
         assert moving.exception(PATIENCE) is None
-        assert acknowledging.result(PATIENCE) == set()
+        settling.result(PATIENCE)
 
 
 def test_a_seek_of_a_partition_leaves_no_event_of_another_partition_behind(

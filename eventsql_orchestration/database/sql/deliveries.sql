@@ -152,16 +152,23 @@ SET eql_worker = NULL
 FROM unnest(%(cursors)s::integer[], %(ids)s::bigint[], %(workers)s::bigint[]) AS held (cursor, id, worker)
 WHERE d.eql_cursor = held.cursor AND d.eql_id = held.id AND d.eql_worker = held.worker;
 
--- give_back_others -- Give back the events of a partition that a process holds, except the known deliveries.
-UPDATE {schema}.consumer_delivery d
-SET eql_worker = NULL
-FROM {schema}.consumer_cursor k
-WHERE k.eql_topic = %(topic)s AND k.eql_consumer = %(consumer)s AND k.eql_partition = %(partition)s
-  AND d.eql_cursor = k.eql_id AND d.eql_worker = %(worker)s
-  AND NOT EXISTS (
-      SELECT FROM unnest(%(cursors)s::integer[], %(ids)s::bigint[], %(workers)s::bigint[]) AS known (cursor, id, worker)
-      WHERE known.cursor = d.eql_cursor AND known.id = d.eql_id AND known.worker = d.eql_worker
-  );
+-- give_back_others -- Give back the events of a partition that a process holds, except the known deliveries. It locks their
+-- rows in the order in which `hold` does.
+WITH others AS MATERIALIZED (
+    SELECT d.eql_cursor, d.eql_id
+    FROM {schema}.consumer_cursor k JOIN {schema}.consumer_delivery d ON d.eql_cursor = k.eql_id
+    WHERE k.eql_topic = %(topic)s AND k.eql_consumer = %(consumer)s AND k.eql_partition = %(partition)s
+      AND d.eql_worker = %(worker)s
+      AND NOT EXISTS (
+          SELECT FROM unnest(%(cursors)s::integer[], %(ids)s::bigint[], %(workers)s::bigint[]) AS known (cursor, id, worker)
+          WHERE known.cursor = d.eql_cursor AND known.id = d.eql_id AND known.worker = d.eql_worker
+      )
+    ORDER BY d.eql_cursor, d.eql_id
+    FOR UPDATE OF d
+)
+UPDATE {schema}.consumer_delivery d SET eql_worker = NULL
+FROM others
+WHERE d.eql_cursor = others.eql_cursor AND d.eql_id = others.eql_id;
 
 -- drop -- Forget events that this transaction has taken and that are not in the log any more.
 DELETE FROM {schema}.consumer_delivery
