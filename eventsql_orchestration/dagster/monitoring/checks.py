@@ -77,7 +77,7 @@ class Verdict:
         cls, fault: str, metadata: Mapping[str, Any], look: Look[Any], grace: float, *, face: str, why: str = "",
         noted: str = BEYOND_SINCE,
     ) -> Self:  # fmt: skip
-        """The result for a fault, which turns red after `grace` seconds without a break. `noted` names its begin."""
+        """The result for a fault, which turns red after `grace` seconds without a break. `noted` names its start."""
         since = float(look.memory.get(noted, look.now))
         metadata = {**metadata, noted: dg.MetadataValue.timestamp(since)}
         memory = {noted: since}
