@@ -39,7 +39,7 @@ from eventsql_orchestration.storage.appending import LogAppender, TopicState
 from eventsql_orchestration.storage.reading import MAX_OFFSET
 
 LOOK_SECONDS: Final = 0.5
-"""How often a publisher that appends updates the low-water mark, and asks again whether it may publish."""
+"""How often a publisher that appends updates the low-water mark."""
 
 MOST_BUFFERED: Final = 10_000
 """The most buffered events that a publisher moves before its own. If there are more, the transfer is behind."""
@@ -97,7 +97,6 @@ class LogWriter:
         self._low_water = LowWater(database.schema)
         self._looked_at = 0.0
         self._room = LogRoom(database.schema)
-        self._allowed: set[str] = set()
         self._refused: set[str] = set()
         self._mutex = threading.Lock()
         self._closing = False
@@ -319,7 +318,6 @@ class LogWriter:
             # The mark may be a little late; it matters only with events in the buffer.
             if time.monotonic() - self._looked_at > LOOK_SECONDS:
                 self.look([topic.name])
-                self._allowed.clear()
                 self._looked_at = time.monotonic()
 
             connection = self._open()
@@ -337,8 +335,7 @@ class LogWriter:
         return appended
 
     def _append(self, connection: Connection, topic: Topic, encoded: Encoded, events: int) -> list[Appended] | None:
-        held = connection.execute(self._queries("await_topic"), {"topic": topic.name}).fetchone()
-        if held is None or not self._may_publish(connection, topic.name):
+        if connection.execute(self._queries("await_topic"), {"topic": topic.name}).fetchone() is None:
             return None
 
         # Read after the lock: this statement sees the last holder's work, and nobody can redefine the topic any more.
@@ -346,10 +343,13 @@ class LogWriter:
         mark = self._low_water.marks.get(topic.name, 0)
         wanted = events if topic.storage == BLOCKS and self._room.left(topic.name) else 0
         state = self._log.state(connection, topic.name, low_water=mark, limit=most + 1, events=wanted)
-        blocks = state.blocks
-        if state.definition != [topic.partitions, topic.layout] or blocks != (topic.storage == BLOCKS):
+        if not state.allowed:
+            # The error of the buffer names the right.
+            self._refused.add(topic.name)
             return None
-        if state.buffered > most or state.bytes > batch_sizes.MOST_BYTES:
+        blocks = state.blocks
+        redefined = state.definition != [topic.partitions, topic.layout] or blocks != (topic.storage == BLOCKS)
+        if redefined or state.buffered > most or state.bytes > batch_sizes.MOST_BYTES:
             return None
         room = self._room.make(connection, topic.name, state.last_id, blocks=blocks)
         if not room.zoned:
@@ -366,15 +366,6 @@ class LogWriter:
         self._append_rows(connection, topic.name, cast("Iterable[Sequence[bytes]]", encoded), now)
         self._room.check(connection, topic.name)
         return []
-
-    def _may_publish(self, connection: Connection, topic: str) -> bool:
-        """Whether the current role may publish to a topic. If not, the error of the buffer names the right."""
-        if topic not in self._allowed:
-            if not self._log.may_publish(connection, topic):
-                self._refused.add(topic)
-                return False
-            self._allowed.add(topic)
-        return True
 
     def _append_rows(self, connection: Connection, topic: str, events: Iterable[Sequence[bytes]], now: int) -> None:
         prefix = copy_format.log_prefix(now, now)

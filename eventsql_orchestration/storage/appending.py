@@ -24,9 +24,10 @@ class TopicState(NamedTuple):
 
     `definition` is [partitions, layout], None if the topic does not exist. `upto` is the last id of the `buffered`
     events, 0 without events, and `bytes` is their size, without staged blocks. `last_id` is the last id of the log,
-    None if its sequence does not give ids one by one and upwards. `blocks`: the log takes blocks. `drawn` is the first
-    of the ids that were taken for the caller's events. It is None if no ids were taken, if another program took ids
-    too, or if the ids are not larger than `last_id`.
+    None if its sequence does not give ids one by one and upwards. `blocks`: the log takes blocks. `allowed`: the
+    current role may publish to the topic. The rights of a transfer do not tell, because it writes to every log.
+    `drawn` is the first of the ids that were taken for the caller's events. It is None if no ids were taken, if
+    another program took ids too, or if the ids are not larger than `last_id`.
     """
 
     definition: list[int] | None
@@ -36,6 +37,7 @@ class TopicState(NamedTuple):
     bytes: int
     last_id: int | None
     blocks: bool
+    allowed: bool
     drawn: int | None
 
 
@@ -80,20 +82,15 @@ class LogAppender:
         self._schema = schema
         self._queries = LogQueries("append", schema)
 
-    def may_publish(self, connection: Connection, topic: str) -> bool:
-        """Whether the current role may publish to a topic. A role that may transfer could write to every log."""
-        values = {"trigger": TRIGGER}
-        return bool(fetch_one(connection, self._queries("may_publish", topic=topic), values, prepare=False)[0])
-
     def state(self, connection: Connection, topic: str, *, low_water: int, limit: int, events: int) -> TopicState:
         """The state of a topic. Counts the events in at most `limit` rows of the buffer.
 
         If the buffer has no event of the topic, takes ids of the log for `events` events.
         """
-        values = {"topic": topic, "low_water": low_water, "limit": limit, "events": events}
-        *row, form, drawn, usable = fetch_one(connection, self._queries("append_state", topic=topic), values)
+        values = {"topic": topic, "low_water": low_water, "limit": limit, "events": events, "trigger": TRIGGER}
+        *row, form, allowed, drawn, usable = fetch_one(connection, self._queries("append_state", topic=topic), values)
         blocks = log_form.learn(connection, self._schema, topic, form).writes_blocks
-        return TopicState._make((*row, blocks, drawn if usable else None))
+        return TopicState._make((*row, blocks, allowed, drawn if usable else None))
 
     def batch(
         self, connection: Connection, topic: str, *, low_water: int, newest: int, limit: int, size: int

@@ -28,17 +28,11 @@ first AS MATERIALIZED (
     FROM (SELECT (SELECT id FROM first) AS first, coalesce((SELECT id FROM rest), (SELECT id FROM first)) AS last) drawn
 )
 
--- may_publish -- Whether the current role may publish to a topic, as the trigger of the buffer finds it.
-SELECT NOT EXISTS (
-        SELECT FROM pg_trigger WHERE tgrelid = '{schema}.event_buffer'::regclass AND tgname = %(trigger)s
-    )
-    OR has_function_privilege('{schema}.publish_anywhere()'::regprocedure, 'EXECUTE')
-    OR has_column_privilege('{schema}.{event_table}'::regclass, 'eql_id', 'INSERT');
-
 -- append_state -- The state of a topic for a publisher that holds it: partitions and layout; the time; the last id,
 -- number and bytes of the events in at most `limit` rows of its buffer; the last id of the log, and its form. Where nothing
--- is buffered, it takes `events` ids of the log: the first one, and whether they are usable. psycopg parses statements of
--- more than 4,096 bytes at each execution.
+-- is buffered, it takes `events` ids of the log: the first one, and whether they are usable. It also says whether the
+-- current role may publish to the topic, as the trigger of the buffer finds it. psycopg parses statements of more than 4,096
+-- bytes at each execution.
 WITH own AS MATERIALIZED (
     {found}
 ), state AS MATERIALIZED (
@@ -57,6 +51,9 @@ WITH own AS MATERIALIZED (
 ), {drawn}
 SELECT (SELECT ARRAY[eql_partitions, eql_layout] FROM {schema}.topic WHERE eql_name = %(topic)s),
        statement_timestamp(), state.upto, state.buffered, state.bytes, state.last_id, state.form,
+       NOT EXISTS (SELECT FROM pg_trigger WHERE tgrelid = '{schema}.event_buffer'::regclass AND tgname = %(trigger)s)
+           OR has_function_privilege('{schema}.publish_anywhere()'::regprocedure, 'EXECUTE')
+           OR has_column_privilege('{schema}.{event_table}'::regclass, 'eql_id', 'INSERT'),
        ids.before + 1, ids.usable
 FROM state CROSS JOIN ids;
 
