@@ -21,7 +21,6 @@ from eventsql_orchestration.database.grants import role_name
 from eventsql_orchestration.database.roles import Roles
 from eventsql_orchestration.errors import PermissionDeniedError, RedefinitionError
 from eventsql_orchestration.model import BLOCKS, STORAGES, Storage
-from eventsql_orchestration.publishing import log_writer
 from eventsql_orchestration.storage import segments
 from eventsql_orchestration.storage.erasing import FAILURE
 from eventsql_orchestration.topics.leftovers import Leftovers
@@ -176,9 +175,8 @@ def test_a_role_of_a_transfer_publishes_no_batch_to_a_topic_that_is_not_its_own(
 
 
 def test_a_publisher_whose_role_was_taken_back_publishes_no_batch(
-    owner: EventSQL, login: Login, session: Connection, prefix: str, monkeypatch: pytest.MonkeyPatch
+    owner: EventSQL, login: Login, session: Connection, prefix: str
 ) -> None:
-    monkeypatch.setattr(log_writer, "LOOK_SECONDS", -1.0)
     url = login("publisher_orders", "transfer")
     with EventSQL(url, transfer=False) as platform:
         platform.publisher.publish_all(_orders(200))
