@@ -29,6 +29,7 @@ from psycopg.rows import tuple_row
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.dead_letters import LetterFilter
 from eventsql_orchestration.database import Queries
+from eventsql_orchestration.database.grants import TRIGGER
 from eventsql_orchestration.model import NOT_PARTITIONED, STORAGES, Retention, Storage
 from eventsql_orchestration.publishing import log_writer, low_water, publisher
 from eventsql_orchestration.publishing.transfer import Transfer
@@ -727,6 +728,7 @@ def test_a_batch_begins_where_its_topic_does_though_statistics_say_that_it_flood
     """They are as old as the last ANALYZE, and topics take turns in flooding."""
     queries = LogQueries("append", "eventsql")
     values = {"topic": "flood", "low_water": 0, "newest": 2**62, "limit": BATCH}
+    state = {**values, "events": 0, "trigger": TRIGGER}
     with buffered.database.connection() as connection, connection.transaction(force_rollback=True):
         connection.execute(
             "UPDATE eventsql.event_buffer SET eql_topic = 'orders' WHERE eql_topic = 'flood' AND eql_id < %s",
@@ -734,7 +736,7 @@ def test_a_batch_begins_where_its_topic_does_though_statistics_say_that_it_flood
         )
         with watch.watching():
             connection.execute(queries("batch_end", topic="flood"), values, prepare=False)
-            connection.execute(queries("append_state", topic="flood"), {**values, "events": 0}, prepare=False)
+            connection.execute(queries("append_state", topic="flood"), state, prepare=False)
             connection.execute(Queries("log", "eventsql")("look"), {"marked": [], "low_waters": [], "wanted": None})
     for plan in watch.of("batch_end", "append_state", "look"):
         # Those that the update deleted may be stepped over, the others are none of this topic's.
